@@ -82,7 +82,7 @@ def test_log_probs_that_are_no_numbers_are_no_agreement(trainer, monkeypatch):
     following, batch, logps = trainer.feature(Following), Batch({}), torch.full((2, 4), -1.0)
     batch.ratio = log_ratio(logps.where(torch.tensor([True, False] * 2), torch.nan), logps, torch.ones(2, 4))
     monkeypatch.setattr(following, "_checked", False)
-    monkeypatch.setattr(following, "_where", lambda batch: "Nobody knows.")
+    monkeypatch.setattr(following, "_first_difference", lambda batch: "Nobody knows.")
     with pytest.raises(RuntimeError, match="fp8_forward='one_forward', but"):
         following.extend_batch(batch)
 

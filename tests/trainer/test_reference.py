@@ -163,7 +163,7 @@ def test_a_reference_that_is_not_written_anew_is_seen(checkpoint, tmp_path, monk
         assert column(trainer, "kl")[1] > VISIBLE
         # what was written is proven each time
         weights = trainer.feature(Following).followed_reference._weights
-        next(iter(weights._away.values())).view(torch.uint8)[0, 0] ^= 1
+        next(iter(weights._spares.values())).view(torch.uint8)[0, 0] ^= 1
         batch = trainer._buffered_inputs[0]
         with pytest.raises(RuntimeError, match="1 tensors of the reference have changed since they were written"):
             scored(trainer, batch, trainer.ref_model)

@@ -12,8 +12,9 @@ from .forward_flags import ForwardFlags
 
 @contextmanager
 def _construct(making: Construction) -> Iterator[None]:
-    """A model that followed the engine of a trainer before this one computes by itself again."""
-    if not isinstance(model := making.given["model"], str):
+    """Release a model that follows the engine of a trainer before this one."""
+    model = making.given["model"]
+    if not isinstance(model, str):
         from trl_fp8.policy.swapped import release
 
         release(model)
@@ -21,12 +22,11 @@ def _construct(making: Construction) -> Iterator[None]:
 
 
 def _features(trainer) -> Iterator:
-    args = trainer.args
-    if args.one_forward:
+    if trainer.args.one_forward:
         from .following import Following
 
         yield Following(trainer)
-    if args.any_fp8:
+    if trainer.args.any_fp8:
         from .same_model import SameModel
 
         yield SameModel(trainer)
@@ -35,55 +35,37 @@ def _features(trainer) -> Iterator:
 REGISTRATION = Registration(flags=ForwardFlags, construct=_construct, features=_features)
 
 
+def _made_by(file: str, reasons: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Return entries of the register of patches: target -> the file that makes the patch, and the reason."""
+    return {target: (f"features/one_forward/{file}", reason) for target, reason in reasons.items()}
+
+
+INVARIANT = "vllm.model_executor.determinism.batch_invariant"
+LAYERS = "vllm.model_executor.layers"
 FAMILIES = [kind.removesuffix("_text") for kind in types_with("followed")]  # as transformers names its modules
+ROTARY = [f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES]
+TILES = {
+    f"{LAYERS}.quantization.utils.fp8_utils.get_w8a8_block_fp8_configs": "Its tiles depend on the batch.",
+    f"{INVARIANT}._get_matmul_config": "Its tiles depend on the batch, or leave a GPU idle.",
+    f"{LAYERS}.fused_moe.fused_moe.get_default_config": "Its tiles for batch invariance are slow for FP8.",
+}
+NORMS = {"vllm.ir.ops.rms_norm": "The same bits in every batch; on CPU its mean is FP64."}
+ATTENTION = {
+    "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": "Prefill and decode would run different kernels."
+}
 
 register(
     FOR_ONE_BLOCK,
-    {
-        "torch.nn.functional.linear": (
-            "features/one_forward/followed_experts.py",
-            "Routers call it, or what ZeRO-3 puts in its place.",
-        ),
-        "vllm.model_executor.determinism.batch_invariant.init_batch_invariance": (
-            "features/one_forward/engine_invariance.py",
-            "It would slow the trainer's NCCL down.",
-        ),
-    },
+    _made_by(
+        "followed_experts.py", {"torch.nn.functional.linear": "Routers call it, or what ZeRO-3 puts in its place."}
+    )
+    | _made_by(
+        "engine_invariance.py", {f"{INVARIANT}.init_batch_invariance": "It would slow the trainer's NCCL down."}
+    ),
 )
 register(
     FOR_GOOD,
-    {
-        **{
-            f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb": (
-                "features/one_forward/one_forward.py",
-                "Attention calls it by this name; the engine turns q and k.",
-            )
-            for family in FAMILIES
-        },
-        "vllm.model_executor.layers.quantization.utils.fp8_utils.get_w8a8_block_fp8_configs": (
-            "features/one_forward/engine_invariance.py",
-            "Its tiles depend on the batch.",
-        ),
-        "vllm.model_executor.determinism.batch_invariant._get_matmul_config": (
-            "features/one_forward/engine_invariance.py",
-            "Its tiles depend on the batch, or leave a GPU idle.",
-        ),
-        "vllm.model_executor.layers.fused_moe.fused_moe.get_default_config": (
-            "features/one_forward/engine_invariance.py",
-            "Its tiles for batch invariance are slow for FP8.",
-        ),
-    },
+    _made_by("one_forward.py", dict.fromkeys(ROTARY, "Attention calls it by this name; the engine rotates q and k."))
+    | _made_by("engine_invariance.py", TILES),
 )
-register(
-    REGISTERED,
-    {
-        "vllm.ir.ops.rms_norm": (
-            "features/one_forward/engine_invariance.py",
-            "The same bits in every batch; on CPU its mean is FP64.",
-        ),
-        "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
-            "features/one_forward/engine_flash_attention.py",
-            "Prefill and decode would run different kernels.",
-        ),
-    },
-)
+register(REGISTERED, _made_by("engine_invariance.py", NORMS) | _made_by("engine_flash_attention.py", ATTENTION))

@@ -16,7 +16,7 @@ from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
 
 
 class FollowedNorm:
-    """Mixed into a norm's class. `engine` is the engine's norm."""
+    """Mixed into the class of a norm. `engine` is the engine's norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_forward.on:
@@ -84,7 +84,7 @@ class FollowedParallelLayer:
 
 
 class FollowedEmbedding:
-    """Mixed into embeddings. It rounds the rows that it looked up, which costs less than rounding the table."""
+    """Mixed into embeddings. Rounds the rows that it looked up, which costs less than rounding the table."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         if not self.one_forward.on:
@@ -93,7 +93,7 @@ class FollowedEmbedding:
 
 
 class FollowedScaledEmbedding(FollowedEmbedding):
-    """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 by BF16, as the engine."""
+    """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 by BF16, like the engine."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         rows = super().forward(*args, **kwargs)
@@ -104,27 +104,28 @@ class FollowedRotary:
     """Mixed into the module that makes cos and sin. `engine` maps types of layers to rotary embeddings."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
-        given = () if layer_type is None else (layer_type,)
+        layer_types = () if layer_type is None else (layer_type,)
         if not self.one_forward.on:
-            return super().forward(x, position_ids, *given)
-        cos, sin = super().forward(x[:0].float(), position_ids, *given)  # which reads only the device and dtype of x
+            return super().forward(x, position_ids, *layer_types)
+        # transformers reads only the device and dtype of x
+        cos, sin = super().forward(x[:0].float(), position_ids, *layer_types)
         call = RotaryCall(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
         return call, call
 
 
 class RotaryCall:
-    """Turns q and k as the engine does; transformers' layers pass it on as cos and sin."""
+    """The engine's rotary embedding of one forward, which transformers' layers hand on in place of cos and sin."""
 
     def __init__(self, engine: Rotary, positions: Tensor, cos: Tensor, sin: Tensor):
         self._engine, self._positions, self.cos_sin = engine, positions, (cos, sin)
 
     def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """query `[B, H, S, D]` and key `[B, G, S, D]`, turned; transformers' `apply` gives the gradient."""
+        """Return query `[B, H, S, D]` and key `[B, G, S, D]`, rotated. transformers' `apply` gives the gradient."""
 
         def value(*states: Tensor) -> tuple[Tensor, ...]:
-            flat = (state.transpose(1, 2).flatten(0, 1).flatten(1) for state in states)
-            turned = zip(self._engine(self._positions, *flat), states, strict=True)
-            return tuple(t.view(s.shape[0], s.shape[2], s.shape[1], s.shape[3]).transpose(1, 2) for t, s in turned)
+            by_token = [state.transpose(1, 2) for state in states]  # [B, S, H, D]
+            rotated = self._engine(self._positions, *(state.flatten(0, 1).flatten(1) for state in by_token))
+            return tuple(rows.view(state.shape).transpose(1, 2) for rows, state in zip(rotated, by_token, strict=True))
 
         def own(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             return apply(query, key, *self.cos_sin)
@@ -133,7 +134,7 @@ class RotaryCall:
 
 
 class RotaryPatch:
-    """In the place of transformers' `apply_rotary_pos_emb`: it calls a `RotaryCall` that it gets as cos and sin."""
+    """Replaces transformers' `apply_rotary_pos_emb`, and calls a `RotaryCall` that it gets as cos and sin."""
 
     def __init__(self, apply: Callable):
         self._apply = apply
@@ -147,10 +148,11 @@ class RotaryPatch:
 
 
 def side_by_side(left: Tensor, right: Tensor) -> Tensor:
-    """Both, `[..., N]`, as rows `[T, 2 N]`: a view where they are two halves of a fused call's output, else a copy."""
-    width, left, right = left.shape[-1], left.flatten(0, -2), right.flatten(0, -2)
-    together = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-    in_a_row = left.stride() == right.stride() and left.stride(1) == 1
-    if together and in_a_row and right.storage_offset() == left.storage_offset() + width:
+    """Return both `[..., N]` as rows `[T, 2 N]`: a view if they are halves of a fused call's output, else a copy."""
+    width = left.shape[-1]
+    left, right = left.flatten(0, -2), right.flatten(0, -2)
+    same_storage = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    same_rows = left.stride() == right.stride() and left.stride(1) == 1
+    if same_storage and same_rows and right.storage_offset() == left.storage_offset() + width:
         return left.as_strided((len(left), 2 * width), left.stride(), left.storage_offset())
     return torch.cat([left, right], -1)

@@ -52,7 +52,7 @@ SPLITS = 1
 
 @contextmanager
 def invariant_attention() -> Iterator[None]:
-    """Engines started inside the block use the pinned backend (vLLM's public override of a backend)."""
+    """Let engines that start inside the block use the pinned backend, by vLLM's public override."""
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{InvariantFlashAttention.__qualname__}")
     try:
         yield
@@ -68,7 +68,7 @@ class InvariantFlashAttention(FlashAttentionBackend):
 
 
 class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
-    """The kernel gets lengths, and nothing else that depends on the batch."""
+    """Builds metadata with the lengths of a batch, and nothing else that depends on it."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -77,28 +77,33 @@ class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashAttentionMetadata:
-        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        bounds = {"max_query_len": max(made.max_query_len, QUERIES), "max_seq_len": self.model_config.max_model_len}
-        return replace(made, max_num_splits=SPLITS, **bounds)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return replace(
+            metadata,
+            max_num_splits=SPLITS,
+            max_query_len=max(metadata.max_query_len, QUERIES),
+            max_seq_len=self.model_config.max_model_len,
+        )
 
     def use_cascade_attention(self, *args, **kwargs) -> bool:
         return False
 
 
 class InvariantFlashAttentionImpl(FlashAttentionImpl):
-    """vLLM's, of version 3 and for decoders; `max_model_len` is what its builder passes, too."""
+    """vLLM's implementation. `ValueError` unless it is version 3, for a decoder without sinks."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.max_model_len = get_current_vllm_config().model_config.max_model_len
-        other = {
+        self.max_model_len = get_current_vllm_config().model_config.max_model_len  # which the builder passes, too
+        unknown = {
             f"FlashAttention {self.vllm_flash_attn_version}": self.vllm_flash_attn_version != 3,
             f"{self.attn_type} attention": self.attn_type != AttentionType.DECODER,
             "KV sharing between layers": self.kv_sharing_target_layer_name is not None,
             "attention sinks": self.sinks is not None,
             "a context split over ranks": self.dcp_world_size > 1,
         }
-        if names := [name for name, used in other.items() if used]:
+        names = [name for name, is_used in unknown.items() if is_used]
+        if names:
             raise ValueError(
                 f"fp8_forward='one_forward': the engine would run {', '.join(names)} in this model (head size "
                 f"{self.head_size}), which its trainer does not compute. Set fp8_forward='off'."
@@ -130,8 +135,8 @@ class PackedAttention:
         # NaN would stay NaN
         dtype = key.dtype if scales is None else torch.uint8
         caches = [key.new_zeros(pages.count, pages.slots, *key.shape[1:], dtype=dtype) for _ in "kv"]
-        of_k, of_v = (layer._k_scale, layer._v_scale) if scales is None else scales[1:]
-        reshape_and_cache_flash(key, value, *caches, pages.slots_N, layer.kv_cache_dtype, of_k, of_v)
+        k_scale, v_scale = (layer._k_scale, layer._v_scale) if scales is None else scales[1:]
+        reshape_and_cache_flash(key, value, *caches, pages.slots_N, layer.kv_cache_dtype, k_scale, v_scale)
         seen, descale = query, {}
         if scales is not None:
             seen = layer.query_quant(query.flatten(1), scales[0])[0].view(query.shape)

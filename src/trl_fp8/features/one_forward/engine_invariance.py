@@ -89,13 +89,15 @@ class Invariance:
     switch: bool = False
 
     def arguments(self) -> dict[str, object]:
-        """For `vllm.LLM(...)`."""
-        return self.kernels.arguments() | ({"attention_backend": self.attention} if self.attention else {})
+        """Return arguments of `vllm.LLM(...)`."""
+        attention = {"attention_backend": self.attention} if self.attention else {}
+        return self.kernels.arguments() | attention
 
     def require(self, config: VllmConfig) -> None:
         """Raise `ValueError` naming the settings of a running engine that run other kernels."""
         found = self.kernels.undone(config)
-        if self.attention and (backend := config.attention_config.backend) and backend.name != self.attention:
+        backend = config.attention_config.backend
+        if self.attention and backend and backend.name != self.attention:
             found.append(f"attention_backend={backend.name!r}")
         if self.switch and not envs.VLLM_BATCH_INVARIANT:
             found.append(f"{SWITCH}=0 in the environment")
@@ -120,28 +122,27 @@ CUDA = Invariance(
 
 @contextmanager
 def invariant_on_cuda() -> Iterator[None]:
-    """Engines that are started inside the block run kernels that a trainer can share."""
+    """Let engines that start inside the block run kernels that a trainer can share."""
     from .engine_flash_attention import invariant_attention  # vLLM's CPU build has no FlashAttention
 
     register_cuda_norms()
     pin_tiles()
-    # The rest of vLLM's switch changes the whole process, the trainer too: NCCL gets one channel and one thread, and
-    # softmax, mean and bmm of torch are replaced. An engine on one rank communicates with nobody and calls none of
-    # these functions
-    # A user's own setting of the switch stays, and `Invariance.require` names it. vLLM switches ahead-of-time
-    # compilation off in the part of `init_batch_invariance` that is left out here
+    # `init_batch_invariance` does what else belongs to vLLM's switch. It is left out, because it changes the whole
+    # process, the trainer too: NCCL gets one channel and one thread, and softmax, mean and bmm of torch are replaced.
+    # An engine on one rank does not communicate, and calls none of these functions. One part of it is done here: it
+    # switches ahead-of-time compilation off. A user's own setting of the switch stays; `Invariance.require` names it
     settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
     with (
         environment_kept(settings),
         invariant_attention(),
         substituted(batch_invariant, "init_batch_invariance", lambda: None),
     ):
-        forget_choices()  # vLLM may have kept what the settings were
+        forget_choices()  # vLLM may have cached choices under other settings
         yield
 
 
 def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], flash_attention: int | None) -> None:
-    """Raise `ValueError` for a model, or a GPU, of which a trainer cannot share the kernels. `config`: of the text."""
+    """Raise `ValueError` for a model (by its text config) or a GPU whose kernels a trainer cannot share."""
     compiled = family_of(config.model_type).compiled_on_cuda
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         compiled = "rotary embedding (longrope) with what is around it"
@@ -161,12 +162,12 @@ def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], 
 
 def require_invariant_routers(model: nn.Module) -> None:
     """Raise `ValueError` if a router of the engine takes its kernel by the number of tokens, whatever the switch."""
-    found = [
-        f"{name} ({', '.join(chosen)})"
-        for name, module in model.named_modules()
-        if isinstance(module, GateLinear)
-        and (chosen := [kernel.removeprefix("allow_") for kernel in ROUTER_KERNELS if getattr(module, kernel)])
-    ]
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, GateLinear):
+            allowed = [kernel.removeprefix("allow_") for kernel in ROUTER_KERNELS if getattr(module, kernel)]
+            if allowed:
+                found.append(f"{name} ({', '.join(allowed)})")
     if found:
         raise ValueError(
             "fp8_forward='one_forward': routers of the engine take a kernel by the number of tokens: "
@@ -175,7 +176,7 @@ def require_invariant_routers(model: nn.Module) -> None:
 
 
 def register_cuda_norms() -> None:
-    """Register both with vLLM's tables of implementations. Idempotent."""
+    """Register both norms with vLLM's tables of implementations. Idempotent."""
     if PROVIDER in ir.ops.rms_norm.impls:
         return
     direct_register_custom_op(OPERATOR, _whole_rows, fake_impl=_like)
@@ -210,14 +211,15 @@ def _add_rms_norm(
 
 @cache  # once for a process
 def pin_tiles() -> None:
+    """Replace vLLM's choices of tiles, for good."""
     patch(batch_invariant, "_get_matmul_config", linear_tile)
     patch(fused_moe, "get_default_config", _while_invariant(experts_tile, fused_moe.get_default_config))
-    of_fp8 = _while_invariant(lambda *shape: None, fp8_utils.get_w8a8_block_fp8_configs)
-    patch(fp8_utils, "get_w8a8_block_fp8_configs", of_fp8)
+    no_table = _while_invariant(lambda *shape: None, fp8_utils.get_w8a8_block_fp8_configs)
+    patch(fp8_utils, "get_w8a8_block_fp8_configs", no_table)
 
 
 def linear_tile(M: int, N: int, K: int, dtype: torch.dtype, default: dict[str, int]) -> dict[str, int]:
-    """For an unquantized weight `[N, K]`; `default` is vLLM's tile for the dtype. The compiler traces this."""
+    """Return the tile for an unquantized weight `[N, K]`; `default` is vLLM's tile. The compiler traces this."""
     if N > NARROW:
         return default
     return default | NARROW_TILE | {"BLOCK_SIZE_K": 2 * default["BLOCK_SIZE_K"]}
@@ -230,6 +232,8 @@ def experts_tile(
 
 
 def _while_invariant(pinned: Callable, otherwise: Callable) -> Callable:
+    """Return a function that calls `pinned` while vLLM is batch invariant, else vLLM's own."""
+
     @wraps(otherwise)
     def choose(*args, **kwargs):
         return (pinned if envs.VLLM_BATCH_INVARIANT else otherwise)(*args, **kwargs)

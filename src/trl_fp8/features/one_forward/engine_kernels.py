@@ -48,7 +48,7 @@ MISMATCH_BOUNDS = {"cpu": 1e-5, "cuda": 1e-3}
 
 
 def without_gradients(call: Callable) -> Callable:
-    """`call` as an engine runs: without gradients, whatever autocast is set to."""
+    """Return `call` without gradients and without autocast, as an engine runs."""
 
     @wraps(call)
     def called(*args, **kwargs):
@@ -63,7 +63,7 @@ class EngineLinear:
     """A linear layer of the engine, see `engine.kernels.Linear`."""
 
     def __init__(self, module: nn.Module, layout: Layout, spec: FormatSpec, layers: dict[str, str]):
-        """`layers`: name in the policy -> in the engine, of those that `module` computes."""
+        """`layers` maps the policy's names of the layers that `module` computes to the engine's."""
         self._module, self._layout, self._format, self._names = module, layout, spec, layers
         self.layers = tuple(layers)
 
@@ -78,16 +78,9 @@ class EngineLinear:
 class VLLMKernels:
     """The kernels of one engine, see `engine.kernels.EngineKernels`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: Layout,
-        recipe: FP8Recipe,
-        attention: Callable[[nn.Module], object],
-        tokens: int,
-    ):
-        """`attention` makes the platform's attention from a layer of the engine. `tokens`: The engine has made room to
-        compute so many at once.
+    def __init__(self, model: nn.Module, layout: Layout, recipe: FP8Recipe, attention: Callable, tokens: int):
+        """`attention` makes an `engine.kernels.Attention` of a layer of the engine. The engine has room for `tokens`
+        tokens at once.
         """
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
         text = model.get_language_model() if supports_multimodal(model) else model
@@ -99,41 +92,45 @@ class VLLMKernels:
         self._linears: dict[nn.Module, EngineLinear] = {}
 
     def linear(self, layer: str) -> EngineLinear:
-        module = self._head if layer == HEAD else self._holding(layer)
+        module = self._head if layer == HEAD else self._module(layer)
         if module not in self._linears:
-            pieces = self._layout.pieces.values()
-            weights = [piece.name for piece in pieces if piece.module is module and piece.attribute == "weight"]
-            held = [name.removesuffix(".weight") for name in weights]
-            layers = {self._recipe.linears[name]: name for name in held} if layer != HEAD else {HEAD: HEAD}
+            layers = {HEAD: HEAD}
+            if layer != HEAD:
+                pieces = self._layout.pieces.values()
+                weights = [piece.name for piece in pieces if piece.module is module and piece.attribute == "weight"]
+                names = [weight.removesuffix(".weight") for weight in weights]
+                layers = {self._recipe.linears[name]: name for name in names}
             self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
         return self._linears[module]
 
     def reads(self, piece: Piece) -> bool:
-        """Return whether a trainer that calls these kernels computes with this part of the engine: with all but the
-        embeddings, which it looks up in its own weight. An output head that is tied to them is one of the engine's.
+        """Return whether a trainer that calls these kernels computes with this part of the engine.
+
+        It does with all but embeddings, which it looks up in its own weight. A head that is tied to them is called.
         """
         return not isinstance(piece.module, VocabParallelEmbedding) or piece.parameter is self._head.weight
 
     def norm(self, module: str) -> Callable[[Tensor], Tensor]:
-        held = self._holding(module)
-        if not isinstance(held, NORMS):
-            raise self._unknown(module, held)
+        engine_norm = self._module(module)
+        if not isinstance(engine_norm, NORMS):
+            raise self._unknown(module, engine_norm)
 
         @without_gradients
         def norm(x: Tensor) -> Tensor:
-            normalized = held(x)
+            normalized = engine_norm(x)
             return normalized[0] if isinstance(normalized, tuple) else normalized
 
         return norm
 
     def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
-        held = self._modules.get(self._recipe.engine_name(mlp))
-        if not hasattr(held, "act_fn"):
-            raise self._unknown(mlp, held)
-        return without_gradients(held.act_fn)
+        engine_mlp = self._modules.get(self._recipe.engine_name(mlp))
+        if not hasattr(engine_mlp, "act_fn"):
+            raise self._unknown(mlp, engine_mlp)
+        return without_gradients(engine_mlp.act_fn)
 
     def rotary(self, layer: int) -> Rotary:
-        if (rotary := self._rotary(layer)) is None:
+        rotary = self._rotary(layer)
+        if rotary is None:
             raise self._unknown(f"the rotary embedding of layer {layer}", None)
         # CUDA's kernel writes where it reads
         return without_gradients(lambda positions, query, key: rotary(positions, query.clone(), key.clone()))
@@ -158,13 +155,13 @@ class VLLMKernels:
         return self._attend(layer)
 
     def scores(self, layer: int) -> tuple[float, int | None, float | None]:
-        held = self._layers[layer]
-        if isinstance(held, MLAAttention):
-            return held.scale, None, None
-        return held.impl.scale, held.sliding_window, held.impl.logits_soft_cap or None
+        attention = self._layers[layer]
+        if isinstance(attention, MLAAttention):
+            return attention.scale, None, None
+        return attention.impl.scale, attention.sliding_window, attention.impl.logits_soft_cap or None
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-        gate = self._holding(module)
+        gate = self._module(module)
         runner = self._inside(self._recipe.engine_name(module).rpartition(".")[0], MoERunner)
 
         @without_gradients
@@ -176,15 +173,16 @@ class VLLMKernels:
         return route
 
     def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        held = self._inside(self._recipe.engine_name(module), RoutedExperts)
+        experts = self._inside(self._recipe.engine_name(module), RoutedExperts)
 
         @without_gradients
-        def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            ids = chosen.to(held.quant_method.topk_indices_dtype or torch.int32)
+        def compute(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            ids = chosen.to(experts.quant_method.topk_indices_dtype or torch.int32)
             parts = zip(*(each.split(self._tokens) for each in (x, weights.float(), ids)), strict=True)
-            return torch.cat([held.forward_modular(*part) for part in parts])  # a copy: on CUDA it is lent memory
+            # The concatenation copies: on CUDA an output is memory that the next call overwrites
+            return torch.cat([experts.forward_modular(*part) for part in parts])
 
-        return experts
+        return compute
 
     @without_gradients
     def logits(self, hidden: Tensor) -> Tensor:
@@ -200,7 +198,8 @@ class VLLMKernels:
                 handles.enter_context(module.register_forward_hook(partial(noted, call.layers)))
             yield
 
-    def _holding(self, name: str) -> nn.Module:
+    def _module(self, name: str) -> nn.Module:
+        """Return the engine's module that has the weight of the policy's module `name`."""
         piece = self._layout.pieces.get(f"{self._recipe.engine_name(name)}.weight")
         if piece is None:
             raise self._unknown(name, None)
@@ -218,14 +217,15 @@ class VLLMKernels:
 
 
 class CPUAttention:
-    """One layer's, see `engine.kernels.Attention`."""
+    """Attention of a CPU engine's layer over whole sequences; see `engine.kernels.Attention`."""
 
     def __init__(self, layer: Attention):
-        # Not imported on CUDA: it registers a CPU engine's kernels
+        # vLLM's modules for CPUs are imported on CPUs alone
         from trl_fp8.engine.vllm.cpu.reference_attention import attend_packed
 
         self._attend = attend_packed
-        impl, self._fp8 = layer.impl, layer.kv_cache_dtype.startswith("fp8")
+        self._fp8 = layer.kv_cache_dtype.startswith("fp8")
+        impl = layer.impl
         self.scaling, self.window, self.softcap = impl.scale, impl.sliding_window, impl.logits_soft_cap
         self._sinks = impl.sinks
 
@@ -236,13 +236,13 @@ class CPUAttention:
             raise RuntimeError(f"KV scales are {scales} for a layer whose cache is {'' if self._fp8 else 'not '}FP8.")
         if scales is not None:  # the CPU engine rounds no query
             key, value = cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
-        mask = self.scaling, self.window, self.softcap, self._sinks
-        output, lse_HN = self._attend(query, key, value, starts, *mask)
+        options = self.scaling, self.window, self.softcap, self._sinks
+        output, lse_HN = self._attend(query, key, value, starts, *options)
         return output, lse_HN, (query, key, value)
 
 
 class KernelsPart(EnginePart):
-    """`kernels` can be called as soon as the engine is there."""
+    """Provides the kernels of an engine, to be compared with the policy or called by it."""
 
     def ready(self, generation: FP8VLLMGeneration) -> None:
         if generation.platform.name == "cuda":
@@ -250,13 +250,12 @@ class KernelsPart(EnginePart):
         else:
             attention = CPUAttention
         engine = generation.engine
-        # The engine has made room for so many tokens at once
         tokens = upstream.engine_config(generation.llm).scheduler_config.max_num_batched_tokens
         self.kernels = VLLMKernels(engine.model, engine.layout, generation.recipe, attention, tokens)
 
 
 class SharedKernelsPart(KernelsPart):
-    """A trainer computes with them, so the engine runs kernels that it can share, and those alone."""
+    """Starts an engine with kernels that a trainer can share, and provides these."""
 
     batch_invariant = True
     mismatch_bound: float  # of `MISMATCH_BOUNDS`, from `started` on
@@ -276,18 +275,18 @@ class SharedKernelsPart(KernelsPart):
         generation.llm.share_weights()
 
     def reference_weights(self, generation: FP8VLLMGeneration, model: nn.Module) -> ReferenceWeights:
-        """Of the reference `model`: a copy of the policy, or the policy itself, which has its adapters disabled, or
-        those of the reference active, whenever these weights are held.
+        """Return the weights of the reference `model`, in the form of the engine.
+
+        `model` is a copy of the policy, or the policy itself with its adapters disabled, or those of the reference
+        active, during each pass of the reference.
         """
-        weights, layout = generation.weights, generation.engine.layout
+        weights, layout, replicas = generation.weights, generation.engine.layout, generation.replicas
         frozen = {name for part in generation.delivery.frozen for name in part.layout.names}
-        pieces = layout.pieces.values()
-        read = {p.name for p in pieces if isinstance(p.parameter, nn.Parameter) and self.kernels.reads(p)}
-        part = layout.part(read - frozen)
-        names = frozenset(part.names)
-        part = Part(part, partial(weights.reference, model, names), at_once=weights.at_once(model))
+        pieces = [piece for piece in layout.pieces.values() if isinstance(piece.parameter, nn.Parameter)]
+        read = layout.part({piece.name for piece in pieces if self.kernels.reads(piece)} - frozen)
+        names = frozenset(read.names)
+        part = Part(read, partial(weights.reference, model, names), at_once=weights.at_once(model))
         parameters = partial(weights.parts_of_reference, model, names)
-        replicas = generation.replicas
         return ReferenceWeights(generation.delivery, part, parameters, replicas and replicas.reduce_max)
 
 

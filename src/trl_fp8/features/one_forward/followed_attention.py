@@ -47,41 +47,43 @@ class Sequences:
 
     @classmethod
     def of(cls, real_BT: Tensor | None, rows: int, length: int, device: torch.device) -> "Sequences":
-        """`real_BT` says which tokens are no padding, on either side of a row; None: all.
+        """Return the sequences of a batch in which `real_BT` marks the tokens that are not padding; None: all.
 
-        To pack tokens the host has to know their number. On a GPU it does not wait for that: there nothing is packed,
-        and the padding on either side of a row, maybe of no token at all, is a sequence by itself.
+        Padding is on either side of a row. To pack tokens the host has to know their number. On a GPU it would have to
+        wait for that, so nothing is packed there, and the padding on each side, maybe of no token, is a sequence.
         """
-        first_B = torch.arange(0, rows * length, length, device=device)
+        rows_N, end = None, rows * length
+        first_B = torch.arange(0, end, length, device=device)
         if real_BT is None:
-            starts, rows_N = first_B, None
+            starts = first_B
         elif device.type == "cpu":
             lengths_B = real_BT.sum(-1)
-            starts, rows_N = lengths_B.cumsum(0) - lengths_B, real_BT.flatten().nonzero()[:, 0]
+            starts = lengths_B.cumsum(0) - lengths_B
+            rows_N = real_BT.flatten().nonzero()[:, 0]
+            end = len(rows_N)
         else:
-            before_B = first_B + real_BT.int().argmax(-1)
-            starts, rows_N = torch.stack([first_B, before_B, before_B + real_BT.sum(-1)], -1).flatten(), None
-        end = rows * length if rows_N is None else len(rows_N)
+            real_B = first_B + real_BT.int().argmax(-1)
+            starts = torch.stack([first_B, real_B, real_B + real_BT.sum(-1)], -1).flatten()
         return cls((rows, length), torch.cat([starts, starts.new_full((1,), end)]).int(), length, rows_N)
 
     def packed(self, states_BHTD: Tensor) -> Tensor:
-        """`[N, H, D]` of `[B, H, T, D]`."""
+        """Return `[N, H, D]` of `[B, H, T, D]`."""
         flat = states_BHTD.transpose(1, 2).flatten(0, 1)
         return flat if self.rows_N is None else flat[self.rows_N]
 
     def padded(self, states_NHD: Tensor) -> Tensor:
-        """`[B, T, H, D]` of `[N, H, D]`, padding zero."""
+        """Return `[B, T, H, D]` of `[N, H, D]`; padding is zero."""
         if self.rows_N is not None:
             rows, length = self.shape
-            states_NHD = states_NHD.new_zeros(rows * length, *states_NHD.shape[1:]).index_copy(
-                0, self.rows_N, states_NHD
-            )
+            padding = states_NHD.new_zeros(rows * length, *states_NHD.shape[1:])
+            states_NHD = padding.index_copy(0, self.rows_N, states_NHD)
         return states_NHD.unflatten(0, self.shape)
 
 
 class FollowedAttention:
-    """Mixed into `OneForward`; see `policy.hook.Replacement`. No mask of transformers' is read, because the kernel
-    knows which tokens a query sees.
+    """Mixed into `OneForward`; see `policy.hook.Replacement`.
+
+    It reads no mask of transformers, because the kernel knows which tokens a query sees.
     """
 
     kernels: EngineKernels
@@ -114,16 +116,17 @@ def packed_attention(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
+    """Return the output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
 
     Args:
-        engine: Called without gradients; returns the output, lse `[H, N]` and q, k, v as it rounded them or got them.
+        engine: Called without gradients. Returns the output, lse `[H, N]` and q, k, v as it rounded them, or the very
+            tensors if it rounded none.
         starts: int32 `[R + 1]`, the first token of each sequence and N; no sequence is empty.
         longest: Tokens of the longest sequence.
         scaling: Multiplier applied to the scores.
         window: Tokens that a query sees, itself included; None: all before it.
         softcap: Scores s become softcap * tanh(s / softcap).
-        sinks_H: The policy's; `engine` has its own. None: none.
+        sinks_H: The policy's sinks, for their gradient; `engine` has its own.
     """
     mask = (starts, longest, scaling, window, softcap)
     return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, sinks_H, *mask)
@@ -133,7 +136,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, query, key, value, sinks_H, starts, longest, scaling, window, softcap):
         output, lse_HN, rounded = engine(query, key, value)
-        ctx.exact = all(one is given for one, given in zip(rounded, (query, key, value), strict=True))
+        ctx.exact = all(after is before for after, before in zip(rounded, (query, key, value), strict=True))
         ctx.dtypes = query.dtype, key.dtype, value.dtype
         ctx.options = longest, scaling, window, softcap
         ctx.save_for_backward(*rounded, output, lse_HN, starts, sinks_H)
@@ -143,14 +146,15 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         *rounded, output, lse_HN, starts, sinks_H = ctx.saved_tensors
-        if in_flash_attention(rounded[0], ctx.options[-1]):
+        longest, scaling, window, softcap = ctx.options
+        if in_flash_attention(rounded[0], softcap):
             softmax = (output, lse_HN) if ctx.exact else None
-            found = flash_gradients(rounded, softmax, gradient, starts, *ctx.options[:-1])
+            found = flash_gradients(rounded, softmax, gradient, starts, longest, scaling, window)
         else:
-            found = plain_gradients(rounded, lse_HN, gradient, starts, *ctx.options)
-        made = [one.to(dtype) for one, dtype in zip(found, ctx.dtypes, strict=True)]
+            found = plain_gradients(rounded, lse_HN, gradient, starts, longest, scaling, window, softcap)
+        dq, dk, dv = (each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True))
         of_sinks = sinks_gradient(sinks_H, lse_HN, output, gradient) if ctx.needs_input_grad[4] else None
-        return None, *made, of_sinks, None, None, None, None, None
+        return None, dq, dk, dv, of_sinks, None, None, None, None, None
 
 
 def in_flash_attention(query: Tensor, softcap: float | None) -> bool:
@@ -168,7 +172,10 @@ def flash_gradients(
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by torch's FlashAttention; `softmax`: output and lse `[H, N]`, None to compute them."""
+    """Return gradients of q, k and v by torch's FlashAttention.
+
+    `softmax`: output and lse `[H, N]`; None to compute them from the rounded q, k, v.
+    """
     lengths = (starts, starts, longest, longest, 0.0, True)
     seen = {"scale": scaling, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     query = rounded[0]
@@ -190,19 +197,19 @@ def plain_gradients(
     softcap: float | None,
     scores: int = SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, at least in FP32, with about `scores` scores in memory at a time."""
+    """Return gradients of q, k and v, at least in FP32, with about `scores` scores in memory at a time."""
     dtype = torch.promote_types(gradient_NHD.dtype, torch.float32)
     rows_N, sequences = _rows_when_padded(starts, longest, len(gradient_NHD)), len(starts) - 1
     heads, groups = rounded[0].shape[1], rounded[1].shape[1]
 
     def padded(packed: Tensor, fill: float = 0.0) -> Tensor:
-        """`[N, heads, ...]` -> `[R, G, heads / G, L, ...]`."""
+        """Return `[R, G, heads / G, L, ...]` of `[N, heads, ...]`."""
         filled = packed.new_full((sequences * longest, *packed.shape[1:]), fill, dtype=dtype)
         filled[rows_N] = packed.to(dtype)
         return filled.unflatten(0, (sequences, longest)).transpose(1, 2).unflatten(1, (groups, -1))
 
     q_RGMLD, do_RGMLD = padded(rounded[0]), padded(gradient_NHD)
-    k_RGLD, v_RGLD = (padded(one).squeeze(2) for one in rounded[1:])
+    k_RGLD, v_RGLD = padded(rounded[1]).squeeze(2), padded(rounded[2]).squeeze(2)
     lse_RGML = padded(lse_HN.t(), float("inf"))  # padding then attends to nothing
     dq, dk, dv = torch.zeros_like(q_RGMLD), torch.zeros_like(k_RGLD), torch.zeros_like(v_RGLD)
     position = torch.arange(longest, device=starts.device)
@@ -234,31 +241,37 @@ def plain_gradients(
 
 
 def sinks_gradient(sinks_H: Tensor, lse_HN: Tensor, output_NHD: Tensor, gradient_NHD: Tensor) -> Tensor:
-    """`[H]`, with sum(p * dp) computed as output * gradient."""
+    """Return the gradient of the sinks `[H]`, with sum(p * dp) computed as output * gradient."""
     wide = lse_HN.dtype
-    share_HN = (sinks_H.to(torch.bfloat16).to(wide)[:, None] - lse_HN).exp()  # BF16, as in the engine
+    share_HN = (sinks_H.to(torch.bfloat16).to(wide)[:, None] - lse_HN).exp()  # the engine's sinks are BF16
     return -(share_HN * (output_NHD.to(wide) * gradient_NHD.to(wide)).sum(-1).t()).sum(-1).to(sinks_H.dtype)
 
 
 def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:
-    """The product, `[R, G, M, C, y]`, as one matrix for all M heads of a group."""
+    """Return the product `[R, G, M, C, y]`, computed as one matrix for all M heads of a group."""
     return (left_RGMCx.flatten(2, 3) @ right_RGxy).unflatten(2, left_RGMCx.shape[2:4])
 
 
 def _rows_when_padded(starts: Tensor, longest: int, tokens: int) -> Tensor:
-    """For each token, its row among `[R * longest]`. The host waits for no length."""
+    """Return the row of each token among `[R * longest]`."""
+    sequence_N, position_N = _token_places(starts, tokens)
+    return sequence_N * longest + position_N
+
+
+def _token_places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence of each token, and its position there, int64 `[N]`. The host waits for no length."""
     starts = starts.long()
-    each = torch.arange(len(starts) - 1, device=starts.device)
-    sequence_N = torch.repeat_interleave(each, starts.diff(), output_size=tokens)
-    return torch.arange(tokens, device=starts.device) - starts[sequence_N] + sequence_N * longest
+    numbers = torch.arange(len(starts) - 1, device=starts.device)
+    sequence_N = torch.repeat_interleave(numbers, starts.diff(), output_size=tokens)
+    return sequence_N, torch.arange(tokens, device=starts.device) - starts[sequence_N]
 
 
 class Pages(NamedTuple):
-    """Places of tokens in a paged KV cache.
+    """Places of tokens in a paged KV cache, where each sequence starts a page and its pages follow one another.
 
     Attributes:
         slots: Tokens of a page.
-        count: A bound of the pages that are used: the host waits for no length.
+        count: An upper bound of the pages that are used, because the host waits for no length.
         slots_N: Each token's slot, counted over all pages, int64.
         table: Each sequence's pages, int32 `[R, pages of the longest]`; after its last one any that exist.
     """
@@ -270,13 +283,11 @@ class Pages(NamedTuple):
 
 
 def pages_of(starts: Tensor, longest: int, tokens: int, slots: int) -> Pages:
-    """Pages for sequences that begin at the first R of `starts` `[R + 1]` and have `tokens` in all."""
-    lengths = starts.diff().long()
-    used = (lengths + slots - 1) // slots
-    first_R, count = used.cumsum(0) - used, tokens // slots + len(lengths)
-    each = torch.arange(len(lengths), device=starts.device)
-    sequence_N = torch.repeat_interleave(each, lengths, output_size=tokens)
-    position_N = torch.arange(tokens, device=starts.device) - starts.long()[sequence_N]
+    """Return pages for sequences that begin at the first R of `starts` `[R + 1]` and have `tokens` in all."""
+    used_R = (starts.diff().long() + slots - 1) // slots
+    first_R = used_R.cumsum(0) - used_R
+    count = tokens // slots + len(used_R)
+    sequence_N, position_N = _token_places(starts, tokens)
     table = first_R[:, None] + torch.arange(-(-longest // slots), device=starts.device)
     table = table.clamp_max_(count - 1).to(torch.int32)
     return Pages(slots, count, first_R[sequence_N] * slots + position_N, table)

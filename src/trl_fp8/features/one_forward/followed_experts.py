@@ -5,7 +5,7 @@
     experts   y = engine(x, chosen, gate weights); gradients are those of the policy's own unquantized experts there
 
 The policy takes the engine's choice, so that only the engine breaks a tie. Router replay comes last: the experts that
-it chooses get gate weights of the engine's logits.
+it chooses get gate weights from the engine's logits.
 
 Shape letters: T tokens, E experts, K experts per token.
 """
@@ -30,7 +30,7 @@ class FollowedRouter:
     """Mixed into the class of a router that chooses by one top-k. `engine`: see `EngineKernels.router`."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits `[T, E]`, gate weights `[T, K]`, both FP32, and chosen experts `[T, K]`."""
+        """Return logits `[T, E]`, gate weights `[T, K]`, both FP32, and chosen experts `[T, K]`."""
         if not self.one_forward.on:
             return super().forward(hidden_states)
         logits_TE, weights_TK, chosen_TK = self.engine(tokens_of(hidden_states))
@@ -41,16 +41,18 @@ class FollowedRouter:
 
         with substituted(F, "linear", linear), _Routing(chosen_TK.long(), logits_TE.shape):
             followed_TE, own_TK, used_TK = super().forward(hidden_states)
+        # Router replay may have replaced the engine's choice, whose gate weights are then of no use
         is_engines_T1 = (used_TK == chosen_TK).all(-1, keepdim=True)
         return followed_TE, with_value(own_TK, torch.where(is_engines_T1, weights_TK, own_TK.detach())), used_TK
 
 
 class _Routing(TorchFunctionMode):
-    """Around a router's own code: its top-k returns the engine's choice."""
+    """Makes the top-k of a router's own code return the engine's choice, inside the block."""
 
     def __init__(self, chosen_TK: Tensor, shape: torch.Size):
         super().__init__()
-        self.chosen_TK, self.shape = chosen_TK, shape  # of the logits
+        self.chosen_TK = chosen_TK
+        self.shape = shape  # of the logits
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in (torch.topk, torch.Tensor.topk):

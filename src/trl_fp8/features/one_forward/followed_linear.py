@@ -48,53 +48,55 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class BackwardPrecision:
-    """Values of flags, which `ForwardFlags` has checked, and what they mean for an operand."""
+    """Precision of the backward, by flags that `ForwardFlags` has checked."""
 
     precision: str = "bf16"  # flag fp8_backward
-    format: FormatSpec = BLOCKS  # of the weights that the sync sends to the engine, as is their `scale_format`
-    scale_format: ScaleFormat = "pow2"
+    format: FormatSpec = BLOCKS  # of the weights that the sync sends to the engine
+    scale_format: ScaleFormat = "pow2"  # likewise
     operand_scale_format: ScaleFormat = "pow2"  # of activations in the engine, and so of the backward's operands
     backend: str = "fake_quant"  # flag fp8_gemm_backend
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
-        """Q(W), `[N, K]` each, of one weight or of those that the engine fuses: the bytes that a sync sends."""
+        """Return Q(W) `[N, K]` of one weight, or of each that the engine fuses: the bytes that a sync sends."""
         # A weight that is not finite gives non-finite scales here; the sync refuses it by name
         return quantize_fused([one.detach().to(torch.bfloat16) for one in weights], self.format, self.scale_format)
 
     @torch.no_grad()
     def quantize_for_backward(self, values: Tensor) -> Float8Tensor:
-        """Q of a backward operand, in groups of 128 along the last dim, as if zero-padded to whole groups."""
+        """Return Q of a backward operand, in groups of 128 along the last dim, as if zero-padded to whole groups."""
         return quantize_activation(values, self.operand_scale_format, amax_floor=GRADIENT_AMAX_FLOOR)
 
     def gemm(self, a: Float8Tensor, b: Float8Tensor) -> Tensor:
-        """`a @ b.T` `[M, N]`, at least in BF16, of `a` with 1x128 scales and `b` with 128x128 or 1x128 scales."""
+        """Return `a @ b.T` `[M, N]`, at least in BF16; `a` has 1x128 scales, `b` 128x128 or 1x128 scales."""
         return {"fake_quant": fake_quant_gemm, "scaled_mm": scaled_mm_gemm}[self.backend](a, b)
 
 
 class FusedCall:
-    """One call of the engine for all policy layers that it fused, which read the same tensor one after another."""
+    """One call of the engine for the policy's layers that it fused, which read the same tensor one after another."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], readers: int):
         self._call, self._readers = call, readers
         self._output: Tensor | None = None
         self._input: ref[Tensor] | None = None
-        self._version, self._to_come = 0, 0
+        self._version = 0
+        self._remaining = 0  # readers of `_output`
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`call(x)`, or what the reader before got if it read this very tensor, which has not changed since."""
+        """Return `call(x)`, or the output of the last call if its input was this very tensor, unchanged since."""
         if x.is_inference():  # it has no version, which would show a change
             return self._call(x)
         if self._output is None or self._input() is not x or self._version != x._version:
             self._output, self._input, self._version = self._call(x), ref(x), x._version
-            self._to_come = self._readers
-        output, self._to_come = self._output, self._to_come - 1
-        if not self._to_come:
+            self._remaining = self._readers
+        output = self._output
+        self._remaining -= 1
+        if not self._remaining:  # free the output with its last reader
             self._output = self._input = None
         return output
 
 
 class FollowedLinear(nn.Linear):
-    """An `nn.Linear` whose values are the engine's. `OneForward` makes it of an existing layer."""
+    """Mixed into a linear layer by `OneForward`: its values are the engine's."""
 
     name: str  # checkpoint name
     is_fp8: bool
@@ -107,12 +109,12 @@ class FollowedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.one_forward.on:
             return super().forward(input)
-        in_fp8 = self if self.is_fp8 and self.one_forward.backward.precision == "fp8" else None
+        fp8_layer = self if self.is_fp8 and self.one_forward.backward.precision == "fp8" else None
         weight = self.codes if isinstance(self, HoldsCodes) else self.weight
-        return StraightThrough.apply(self.value, input, weight, self.bias, in_fp8)
+        return StraightThrough.apply(self.value, input, weight, self.bias, fp8_layer)
 
     def value(self, input: Tensor) -> Tensor:
-        """Return what the engine computes of `[..., K]`, in BF16 `[..., N]`, with what it holds of adapters."""
+        """Return the engine's output, BF16 `[..., N]` of `[..., K]`, adapters included."""
         y = self.fused(input)[:, self.columns]
         return y.view(*input.shape[:-1], y.shape[-1])
 
@@ -120,13 +122,15 @@ class FollowedLinear(nn.Linear):
         """Return codes of the weight that exist anyway, in the engine or in this layer; None if there are none."""
         if isinstance(self, HoldsCodes):
             return self.codes
-        return None if self.adapted else self.engine.codes(self.name)  # an adapted layer's are codes of the sum
+        if self.adapted:  # the engine's are codes of the sum
+            return None
+        return self.engine.codes(self.name)
 
 
 class FollowedAdapter:
-    """Mixed into PEFT's wrapper of a followed linear: values of the engine, gradients of base and adapters apart.
+    """Mixed into PEFT's wrapper of a followed linear: one value of the engine, gradients of base and adapters apart.
 
-        forward    y = engine(x)                          which holds Q(W + s B A), or Q(W) and A, s B beside it
+        forward    y = engine(x)                          with Q(W + s B A), or with Q(W) and A, s B beside it
         backward   that of x W.T + s drop(x) A.T B.T      PEFT's own, so that A and B are trained as without an engine
 
     Dropout has no part in the forward. The gradient is that of a sum, which needs no value of the base alone: the
@@ -142,24 +146,30 @@ class FollowedAdapter:
 
 
 class StraightThrough(torch.autograd.Function):
-    """`value(x)` with the gradients of `x @ weight.T + bias`; a layer `in_fp8` quantizes the backward's operands."""
+    """`value(x)` with the gradients of `x @ weight.T + bias`. `fp8_layer` quantizes the operands of its backward."""
 
     @staticmethod
-    def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, in_fp8: FollowedLinear | None):
+    def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, fp8_layer: FollowedLinear | None):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             y = value(x)
-            ctx.precision = in_fp8.one_forward.backward if in_fp8 else None
+            ctx.precision = fp8_layer.one_forward.backward if fp8_layer else None
             ctx.blocks = None
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-            frozen = weight if isinstance(weight, Float8Tensor) else None
-            for_dx, for_dw = (None, None), (None, None)
+            # Each operand is saved as codes and their scale, or as a tensor and None
+            for_dx = (None, None)
             if ctx.needs_input_grad[1]:
-                codes = in_fp8.lasting_codes() if in_fp8 else frozen
-                for_dx = (weight, None) if codes is None else (codes.qdata, codes.scale)
-                ctx.blocks = None if codes is None else codes.block_size
-            if ctx.needs_input_grad[2]:
-                codes = in_fp8.along_tokens(x) if in_fp8 else None
-                for_dw = (x.to(torch.bfloat16), None) if codes is None else (codes.qdata, codes.scale)
+                for_dx = (weight, None)
+                frozen = weight if isinstance(weight, Float8Tensor) else None
+                codes = fp8_layer.lasting_codes() if fp8_layer else frozen
+                if codes is not None:
+                    for_dx = (codes.qdata, codes.scale)
+                    ctx.blocks = codes.block_size
+            for_dw = (None, None)
+            if ctx.needs_input_grad[2] and fp8_layer:
+                codes = fp8_layer.along_tokens(x)
+                for_dw = (codes.qdata, codes.scale)
+            elif ctx.needs_input_grad[2]:
+                for_dw = (x.to(torch.bfloat16), None)
             ctx.save_for_backward(*for_dx, *for_dw)
         return y
 
@@ -169,7 +179,8 @@ class StraightThrough(torch.autograd.Function):
         dx = dw = db = None
         weight, weight_scale, x, x_scale = ctx.saved_tensors
         with torch.autocast(dy.device.type, enabled=False):
-            shape, dy = dy.shape, dy.reshape(-1, dy.shape[-1])
+            shape = dy.shape
+            dy = dy.reshape(-1, shape[-1])
             if ctx.needs_input_grad[1]:
                 if weight_scale is not None:
                     weight = _float8(weight, weight_scale, ctx.blocks)
@@ -183,7 +194,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: BackwardPrecision | None) -> Tensor:
-    """dX `[T, K]`. `weight` is W, or codes of it."""
+    """Return dX `[T, K]`. `weight` is W, or codes of it."""
     if precision is None:
         dtype = gemm_dtype(dy.device)
         whole = dequantize_weight(weight, dtype) if isinstance(weight, Float8Tensor) else weight.to(dtype)
@@ -195,7 +206,7 @@ def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: Backwa
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: BackwardPrecision | None) -> Tensor:
-    """dW `[N, K]`. `x` is X, or its codes along the tokens `[K, T]` with their scales."""
+    """Return dW `[N, K]`. `x` is X, or its codes along the tokens `[K, T]` with their scales."""
     if scale is None:
         dtype = gemm_dtype(dy.device)
         return dy.to(dtype).t().mm(x.reshape(-1, x.shape[-1]).to(dtype))
@@ -204,7 +215,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: Bac
 
 
 def tokens_of(x: Tensor) -> Tensor:
-    """`[..., K]` in BF16, `[T, K]`."""
+    """Return `[..., K]` as `[T, K]` in BF16."""
     return x.to(torch.bfloat16).reshape(-1, x.shape[-1])
 
 
@@ -223,25 +234,24 @@ def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
 
 
 def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
-    """`a @ b.T` of the codes in cuBLASLt, BF16 `[M, N]`. Operands are zero-padded to the sizes that it wants.
+    """Return `a @ b.T` of the codes by cuBLASLt, BF16 `[M, N]`. Operands are zero-padded to the sizes that it wants.
 
     Layouts (cuBLASLt's, as torch 2.13 checks them): codes `a` row-major and `b.T` column-major; 1x128 scales
     `[rows, K/128]` with stride `[1, rows]`; 128x128 scales `[L4, N/128]` with stride `[1, L4]`, where L4 is K/128
     rounded up to a multiple of 4; rows of `a` a multiple of 4.
     """
-    M, N, square = a.qdata.shape[0], b.qdata.shape[0], b.block_size[0] == BLOCK
-    a_codes, b_codes = _pad_codes(a.qdata, 4), _pad_codes(b.qdata, BLOCK if square else 16)
+    square = b.block_size[0] == BLOCK
     b_scale = _pad(b.scale, 1, 4, value=1.0) if square else _pad(b.scale, 16, value=1.0).t()
     product = F.scaled_mm(
-        a_codes,
-        b_codes.t(),
+        _pad_codes(a.qdata, 4),
+        _pad_codes(b.qdata, BLOCK if square else 16).t(),
         scale_a=_pad(a.scale, 4, value=1.0).t().contiguous().t(),
         scale_recipe_a=ScalingType.BlockWise1x128,
         scale_b=b_scale.contiguous().t(),
         scale_recipe_b=ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128,
         output_dtype=torch.bfloat16,
     )
-    return product[:M, :N]
+    return product[: len(a.qdata), : len(b.qdata)]
 
 
 def _pad_codes(codes: Tensor, row_multiple: int) -> Tensor:
@@ -255,9 +265,10 @@ def _pad(values: Tensor, row_multiple: int, column_multiple: int = 1, value: flo
 
 def require_backend(backend: str, device_capability: tuple[int, int] | None) -> None:
     """Raise `ValueError` unless `backend` can run on a device of this CUDA compute capability (None: on CPU)."""
-    flag, remedy = f"fp8_gemm_backend={backend!r}", "Set fp8_gemm_backend='fake_quant', which runs on any device."
     if backend == "fake_quant":
         return
+    flag = f"fp8_gemm_backend={backend!r}"
+    remedy = "Set fp8_gemm_backend='fake_quant', which runs on any device."
     if device_capability != HOPPER:
         device = "CPU" if device_capability is None else "compute capability {}.{}".format(*device_capability)
         raise ValueError(

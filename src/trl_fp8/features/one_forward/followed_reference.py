@@ -1,12 +1,11 @@
 """The reference of `beta > 0` under one forward: what the engine would compute if it held the reference's weights.
 
     its modules    those of TRL's `ref_model`, or of the policy with its adapters disabled, or replaced by TRL's copy
-    its weights    in the engine's form, written when they have changed, and put in the policy's place for each pass
+    its weights    in the engine's form, written when they have changed, and swapped with the policy's for each pass
     its KV cache   under the scales of the policy's rollouts (kv_cache.py)
 
-So an untouched policy has a KL divergence of 0, as it has in TRL. A reference that is scored in high precision would
-bring the policy's quantization into the KL divergence and its gradient: about as much as the mismatch that one forward
-removes.
+So the KL divergence of an untouched policy is 0, as in TRL. Scoring the reference in high precision would add the
+policy's quantization to the KL divergence and its gradient: about as much as the mismatch that one forward removes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,65 +30,68 @@ Parameters = Callable[[], Sequence[torch.Tensor]]
 
 
 class ReferenceWeights:
-    """The reference's weights in the form in which the engine holds the policy's; the first `held` takes the memory.
+    """The reference's weights in the form in which the engine holds the policy's. The first pass allocates them.
 
-    Contents change places, one tensor at a time, not pointers: kernels, fused scales and CUDA graphs keep addresses.
-    Each `held` proves that the engine then holds what was written. The seal of the policy proves before the next
+    Contents are swapped, one tensor at a time, not pointers: kernels, fused scales and CUDA graphs keep addresses.
+    Each pass proves that the engine then holds what was written. The seal of the policy proves before the next
     generation that the engine has the policy back.
 
     Before each pass checksums of the reference's parameters decide whether they are written again: a callback may have
-    reset it, or an optimizer trained norms beside adapters. PyTorch's version counters would miss writes through
-    `.data`, as TRL's own callback makes them.
+    reset it, or an optimizer may have trained norms beside adapters. PyTorch's version counters would miss writes
+    through `.data`, as TRL's own callback makes them.
     """
 
     def __init__(self, delivery: InPlaceDelivery, part: Part, parameters: Parameters, reduce_max: ReduceMax | None):
-        """`part`: What of the engine a trainer computes with, and where the reference's weights for it come from.
+        """`part` is what a trainer computes with of the engine, and where the reference's weights for it come from.
         `parameters` returns this rank's share of those weights.
         """
         self._delivery, self._part, self._parameters, self._reduce_max = delivery, part, parameters, reduce_max
-        self._away: dict[str, torch.Tensor] = {}  # by name, what the engine does not hold now
+        self._spares: dict[str, torch.Tensor] = {}  # name -> contents of whichever model the engine does not hold now
         self._written: torch.Tensor | None = None  # checksums of the parameters that were written last
         self._table: Table | None = None
-        self._places: list[tuple] | None = None  # of the parameters in `_table`
+        self._addresses: list[tuple] | None = None  # of the parameters in `_table`
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside the block the engine holds the reference. A collective."""
-        if not self._away:
-            self._away = {name: torch.empty_like(tensor) for name, tensor in self._engine_tensors().items()}
+    def in_engine(self) -> Iterator[None]:
+        """Let the engine hold the reference inside the block. Collective."""
+        if not self._spares:
+            self._spares = {name: torch.empty_like(tensor) for name, tensor in self._engine_tensors().items()}
         sums = self._sums()
-        self._change_places()
+        self._swap()
         try:
             if not self._is_written(sums):
                 self._delivery.send(self._part)
                 self._written = sums
             yield
         finally:
-            self._change_places()
+            self._swap()
 
-    def _change_places(self) -> None:
+    def _swap(self) -> None:
+        """Exchange the contents of the engine's tensors with the spare ones."""
         for name, tensor in self._engine_tensors().items():
-            spare = tensor.clone()  # of one tensor at a time
-            tensor.copy_(self._away[name])
-            self._away[name].copy_(spare)
+            copy = tensor.clone()
+            tensor.copy_(self._spares[name])
+            self._spares[name].copy_(copy)
 
     def _engine_tensors(self) -> dict[str, torch.Tensor]:
-        """Return what the engine holds, each place once: layers that it fused can share a scale, by several names."""
-        held = self._part.layout.held
-        at = {(tensor.data_ptr(), tensor.shape): name for name, tensor in held.items()}
-        return {name: held[name] for name in at.values()}
+        """Return the engine's tensors without aliases. Layers that it fused can share a scale under several names."""
+        by_address = {}
+        for name, tensor in self._part.layout.held.items():
+            by_address[tensor.data_ptr(), tensor.shape] = name, tensor
+        return dict(by_address.values())
 
     def _sums(self) -> torch.Tensor:
         """Return checksums of the reference's parameters as they are now, on the engine's device."""
         parameters = self._parameters()
-        places = [(each.data_ptr(), each.shape, each.dtype) for each in parameters]
-        if places != self._places:
-            self._table, self._places = Table(parameters), places
-        return self._table.sums().to(next(iter(self._away.values())).device)
+        addresses = [(each.data_ptr(), each.shape, each.dtype) for each in parameters]
+        if addresses != self._addresses:
+            self._table, self._addresses = Table(parameters), addresses
+        return self._table.sums().to(next(iter(self._spares.values())).device)
 
     def _is_written(self, sums: torch.Tensor) -> bool:
-        """Return whether the engine holds the parameters with these checksums, on all ranks: writing is a collective.
-        Waits for the device once. `RuntimeError` if it should, and holds something else.
+        """Return whether the parameters with these checksums are in the engine, on all ranks; writing is collective.
+
+        Waits for the device once. `RuntimeError` if they were written and the engine holds something else.
         """
         seal, written = self._part.seal, self._written
         if seal is None or written is None or len(written) != len(sums):
@@ -111,7 +113,10 @@ class ReferenceWeights:
 
 
 class FollowedReference:
-    """Made when the engine can be called and `policy` follows it; `in_engine` is the policy's `SharedKernelsPart`."""
+    """The reference of a trainer, which follows the engine like its policy.
+
+    It needs an engine that can be called, `policy`, which follows it, and the policy's `SharedKernelsPart`.
+    """
 
     def __init__(self, trainer, policy: OneForward, in_engine):
         self._trainer, self.forward, self._in_engine = trainer, policy, in_engine
@@ -130,7 +135,7 @@ class FollowedReference:
 
     @contextmanager
     def scored(self) -> Iterator[None]:
-        """Around a pass of the reference."""
+        """Score the reference inside the block."""
         model = self._trainer.ref_model
         if model is not None and transformers_model(model) is not self._model:
             raise ValueError(
@@ -138,5 +143,5 @@ class FollowedReference:
                 "than the one that calls the engine's kernels. Copy its weights into that one instead: "
                 "trainer.ref_model.load_state_dict(model.state_dict())."
             )
-        with self._weights.held(), self.forward.switched(on=True), scored_by(followed_head(self.forward)):
+        with self._weights.in_engine(), self.forward.switched(on=True), scored_by(followed_head(self.forward)):
             yield

@@ -35,17 +35,23 @@ from .one_forward import OneForward, require_followable
 
 
 logger = get_logger(__name__)
-Place = tuple[str, str]  # checkpoint name of a layer, and which of its ends
+
+# TRL's flag without which log-probs of rollouts are not compared
+CORRECTION = "vllm_importance_sampling_correction"
 
 
 class Following(Feature):
-    """`ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have."""
+    """Lets the trainer's policy follow its engine, and the reference of `beta > 0` with it.
+
+    `ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have.
+    """
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        self.forward: OneForward | None = None  # until the engine is there to be called
+        self.forward: OneForward | None = None  # from `engine_started` on
         self.followed_reference: FollowedReference | None = None  # likewise; None without beta
-        self._outdated, self._checked = True, False
+        self._outdated = True  # the policy's weights may have changed since the last sync
+        self._checked = False  # the rollouts' log-probs were compared with the trainer's
         # Refuse what can be refused before an engine is started
         release(trainer.model)
         args, recipe = trainer.args, trainer.recipe
@@ -84,8 +90,8 @@ class Following(Feature):
         )
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
-        # A policy that outlives its trainer computes by itself, and holds no engine. The finalizer must not hold the
-        # forward itself, or the engine would outlive the trainer until a second run of the garbage collector
+        # A policy that outlives its trainer computes by itself, and keeps no engine alive. The finalizer must not
+        # keep the forward alive either, or the engine would wait for a second run of the garbage collector
         finalizer = weakref.finalize(trainer, remove_if_alive, weakref.ref(self.forward))
         finalizer.atexit = False
         if trainer.args.beta:
@@ -95,23 +101,25 @@ class Following(Feature):
         reference = ", the reference likewise" if self.followed_reference else ""
         return f"the engine's kernels on its tensors{reference}, backward {self.forward.backward.precision}"
 
-    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self._outdated = True
-
     def after_generation(self, rollouts: Rollouts) -> None:
-        self._outdated = False
+        self._outdated = False  # TRL has sent the weights
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
+    def _weights_may_change(self, args, state, control, **kwargs) -> None:
         self._outdated = True
 
-    def on_train_end(self, args, state, control, **kwargs) -> None:
-        self._outdated = True  # load_best_model_at_end
+    on_optimizer_step = on_train_begin = _weights_may_change
+    on_train_end = _weights_may_change  # load_best_model_at_end
+    on_evaluate = on_predict = _weights_may_change  # callbacks may evaluate other weights, such as averaged ones
 
-    def on_evaluate(self, args, state, control, **kwargs) -> None:
-        self._outdated = True  # callbacks put other weights there for an evaluation, such as averaged ones
+    def _bring_up_to_date(self) -> None:
+        """Send the weights to the engine if they may have changed since the last sync.
 
-    def on_predict(self, args, state, control, **kwargs) -> None:
-        self._outdated = True
+        That is so after an optimizer step without a sync (num_iterations > 1), and before the first sync of a run that
+        was resumed with the rollouts that it had left.
+        """
+        if self._outdated:
+            self.trainer.vllm_generation.send_weights()
+            self._outdated = False
 
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
@@ -127,67 +135,62 @@ class Following(Feature):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self._bring_up_to_date()
-        # until the backward is through: gradient checkpointing runs the forward again in it
+        # On until the backward is through: gradient checkpointing runs the forward again in it
         self.forward.switch(on=True)
 
     def end_loss(self) -> None:
         self.forward.switch(on=False)
 
-    def _bring_up_to_date(self) -> None:
-        """Send the weights again where an optimizer step came after the last sync (num_iterations > 1), or no sync was
-        yet (a run resumed with rollouts that it had left).
-        """
-        if self._outdated:
-            self.trainer.vllm_generation.send_weights()
-            self._outdated = False
-
     def extend_batch(self, batch: Batch) -> None:
-        """Look at the first rollouts that both sides scored, with `fp8_base` until adapters took part in them. A
-        collective until then.
-        """
+        """Compare the log-probs of both sides, of the first rollouts that have any. Collective until that is done."""
         if self._checked:
             return
-        args, compares = self.trainer.args, "vllm_importance_sampling_correction"
-        if not getattr(args, compares, False):
+        args, accelerator = self.trainer.args, self.trainer.accelerator
+        if not getattr(args, CORRECTION, False):
+            self._warn_that_nothing_compares()
             self._checked = True
-            given, remedy = f"{compares}=False", " Set it to True; rollout_correction='monitor' only measures."
-            if not hasattr(args, compares):
-                given, remedy = type(self.trainer).__name__, ""
-            logger.warning(
-                f"fp8_forward={args.fp8_forward!r} with {given}: the trainer never compares log-probs with those of "
-                f"the rollouts, so that nothing shows whether the two share a forward.{remedy}"
-            )
             return
-        ratio, accelerator = batch.ratio, self.trainer.accelerator
+        ratio = batch.ratio
         sums = ratio.values_BT.double().abs().sum(), ratio.scored_BT.sum(), ratio.broken_BT.sum()
         of_ranks = accelerator.gather(torch.stack([each.double() for each in sums])).view(-1, len(sums))
         distance, scored, broken = of_ranks.sum(0).tolist()
-        mismatch = quotient(distance, scored)  # mean |log r|; NaN if no token was scored
-        measured = not math.isnan(mismatch) or broken > 0  # broken: the log-prob is no number on the trainer's side
-        differs = mismatch > self._bound or broken > 0
-        if not (differs and args.fp8_forward_check == "error"):
-            self._checked = measured and (not args.base_in_engine or self._adapters_add())
-        if not differs:
+        mismatch = quotient(distance, scored)  # mean |log r|
+        if mismatch > self._bound or broken > 0:  # broken: the trainer's log-prob is not a number
+            text = (
+                "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
+                f"{mismatch:.2g}, where trainer and engine share kernels that leave at most {self._bound:g} (a policy "
+                f"of type {self.trainer.recipe.model_type!r}). {self._first_difference(batch)} Set fp8_forward='off' "
+                "(rollout correction works without it), or fp8_forward_check='warn' to go on as it is."
+            )
+            if args.fp8_forward_check == "error":
+                raise RuntimeError(text)
+            logger.warning(text)
+        elif math.isnan(mismatch):  # no token was scored: the next rollouts may show something
             return
-        text = (
-            "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
-            f"{mismatch:.2g}, where trainer and engine share kernels that leave at most {self._bound:g} (a policy of "
-            f"type {self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout "
-            "correction works without it), or fp8_forward_check='warn' to go on as it is."
+        # An adapter that the engine lacks does not show before B of an adapter has changed from zero
+        self._checked = not args.base_in_engine or self._adapters_add()
+
+    def _warn_that_nothing_compares(self) -> None:
+        args = self.trainer.args
+        if hasattr(args, CORRECTION):
+            cause = f"{CORRECTION}=False"
+            remedy = " Set it to True; rollout_correction='monitor' only measures."
+        else:
+            cause, remedy = type(self.trainer).__name__, ""
+        logger.warning(
+            f"fp8_forward={args.fp8_forward!r} with {cause}: the trainer never compares log-probs with those of the "
+            f"rollouts, so that nothing shows whether the two share a forward.{remedy}"
         )
-        if args.fp8_forward_check == "error":
-            raise RuntimeError(text)
-        logger.warning(text)
 
     def _adapters_add(self) -> bool:
-        """Whether B of any adapter is not zero, on any rank; rollouts are of the current ones. A collective."""
+        """Return whether B of any adapter is not zero, on any rank. Collective."""
         parts = [p.detach() for name, p in self.trainer.model.named_parameters() if ".lora_B." in name]
         found = any(bool((p.to_local() if isinstance(p, DTensor) else p).any()) for p in parts)
         accelerator = self.trainer.accelerator
         return bool(accelerator.reduce(torch.tensor(float(found), device=accelerator.device)) > 0)
 
-    def _where(self, batch: Batch) -> str:
-        """Sentences on the first layer whose result the policy does not get, found with a rollout of this rank."""
+    def _first_difference(self, batch: Batch) -> str:
+        """Return a sentence on the first layer that differs, found with a rollout of this rank."""
         trainer, comparison = self.trainer, Comparison(self.forward)
         with comparison.engine():
             tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
@@ -216,22 +219,31 @@ def remove_if_alive(forward: weakref.ref[OneForward]) -> None:
 
 
 def worst_rollout(batch: Batch) -> list[int]:
-    """Prompt and completion of the rollout with the largest mismatch, but the last token, after which nothing came."""
+    """Return the tokens of the rollout with the largest mismatch, but the last one: nothing was sampled after it."""
     row = int(batch.ratio.values_BT.abs().sum(-1).argmax())
-    given = batch.tensors
-    parts = [given[f"{part}_ids"][row][given[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")]
-    return torch.cat(parts)[:-1].tolist()
+    tokens = []
+    for part in ("prompt", "completion"):
+        ids, mask = batch.tensors[f"{part}_ids"][row], batch.tensors[f"{part}_mask"][row]
+        tokens += ids[mask.bool()].tolist()
+    return tokens[:-1]
 
 
 class Comparison:
-    """Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence."""
+    """Finds the first linear layer whose input or output differs between the engine and a policy that follows it.
+
+    Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence. Each linear
+    layer's input and output leave one checksum per token, 8 bytes instead of a row, compared in the order in which the
+    policy computed them. A difference in an input arose after the linear layer before: in a norm, an activation
+    function, attention, a router.
+    """
 
     def __init__(self, forward: OneForward):
         followed = [module for module in forward.modules.values() if isinstance(module, FollowedLinear)]
         self._kernels = forward.kernels
         self._linears: dict[str, FollowedLinear] = {linear.name: linear for linear in followed}
-        self._engine: dict[Place, list[Tensor]] = defaultdict(list)  # checksums `[T]` of each of its calls
-        self._policy: dict[Place, Tensor] = {}
+        # (checkpoint name of a layer, "input" or "output") -> checksums `[T]`, for the engine one tensor for each call
+        self._engine: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+        self._policy: dict[tuple[str, str], Tensor] = {}
 
     def engine(self) -> AbstractContextManager[None]:
         """Watch what the engine computes in the block."""
@@ -252,12 +264,12 @@ class Comparison:
 
     def first_difference(self) -> str | None:
         """Return a noun phrase for the first difference; None if nothing differs."""
-        for place, mine in self._policy.items():
+        for place, own in self._policy.items():
             if place in self._engine:
-                theirs = torch.cat(self._engine[place])[: len(mine)]
-                if differing := (mine != theirs).nonzero().flatten().tolist():
+                engine = torch.cat(self._engine[place])[: len(own)]
+                if differing := (own != engine).nonzero().flatten().tolist():
                     name, end = place
-                    return f"the {end} of {name}, from token {differing[0] + 1} of {len(mine)} on"
+                    return f"the {end} of {name}, from token {differing[0] + 1} of {len(own)} on"
         return None
 
     def _note_engine(self, layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
@@ -266,11 +278,13 @@ class Comparison:
             self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
 
     def _note_policy(self, name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        self._policy[name, "input"], self._policy[name, "output"] = checksums(args[0]), checksums(y)
+        self._policy[name, "input"] = checksums(args[0])
+        self._policy[name, "output"] = checksums(y)
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """int64 `[T]` of `[..., N]` in BF16. Columns are multiplied by odd keys, so that any one other element shows."""
+    """Return int64 `[T]`, a checksum of each row of `[..., N]` in BF16."""
     bits = rows.detach().to(torch.bfloat16).flatten(0, -2).contiguous().view(torch.int16)
+    # Odd keys are invertible modulo 2^64, so that any one changed element changes the sum
     keys = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1
     return (bits.long() * keys).sum(-1)

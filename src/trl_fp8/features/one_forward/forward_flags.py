@@ -82,18 +82,20 @@ class ForwardFlags(FlagGroup):
             require_followed(outline)
 
     def resolve(self) -> None:
-        """Before TRL's own checks: `ValueError` for what cannot be."""
+        """Raise `ValueError` for settings that contradict each other. Runs before TRL's own checks."""
         if self.fp8_forward == "full":
             self.fp8_forward = "one_forward"
             # accelerate's logger, which knows the ranks, can be used only after TRL's own checks
             if os.environ.get("RANK", "0") == "0":
                 logger.warning("fp8_forward='full' is now called 'one_forward', which is used.")
         for name, known in KNOWN.items():
-            if (value := getattr(self, name)) not in known:
+            value = getattr(self, name)
+            if value not in known:
                 raise ValueError(f"{name}={value!r} is not known. Use one of {list(known)}.")
         if not self.one_forward:
             for name in ("fp8_backward", "fp8_forward_check", "fp8_gemm_backend"):
-                if (value := getattr(self, name)) != KNOWN[name][0]:
+                value = getattr(self, name)
+                if value != KNOWN[name][0]:
                     raise ValueError(
                         f"{name}={value!r} with fp8_forward='off': there is no forward that it would concern. "
                         f"Set fp8_forward='one_forward', or remove {name}."
@@ -121,16 +123,20 @@ class ForwardFlags(FlagGroup):
                 "from its KV cache, and the trainer runs that forward. Remove simulate_kv_cache, or set "
                 "fp8_forward='off'."
             )
-        # These replace parts of the policy's forward. transformers takes either of the last two as torch_compile=True.
-        # A compiler builds the kernels of the loss's forward anew, and the comparison with the engine does not see
-        # it: rollouts are scored uncompiled
-        others = {name: getattr(self, name, False) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
-        others["torch_compile"] = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
-        if replaced := [name for name, on in others.items() if on]:
-            raise ValueError(
-                f"{replaced[0]}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward, which "
-                f"would not be the engine's any more. Remove {replaced[0]}, or set fp8_forward='off'."
-            )
+        # These replace parts of the policy's forward, too. transformers takes a compile backend or mode alone as
+        # torch_compile=True. A compiler builds the kernels of the loss's forward anew, and the comparison with the
+        # engine does not see it: rollouts are scored uncompiled
+        replaces_forward = {
+            "use_liger_kernel": getattr(self, "use_liger_kernel", False),
+            "cast_lm_head_to_fp32": getattr(self, "cast_lm_head_to_fp32", False),
+            "torch_compile": self.torch_compile or self.torch_compile_backend or self.torch_compile_mode,
+        }
+        for name, is_set in replaces_forward.items():
+            if is_set:
+                raise ValueError(
+                    f"{name}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward, which "
+                    f"would not be the engine's any more. Remove {name}, or set fp8_forward='off'."
+                )
         if self.fp8_gemm_backend == "fake_quant":
             return
         if self.fp8_backward != "fp8":
@@ -169,19 +175,21 @@ def require_followed(outline: Outline) -> None:
 
 def recomputed_bytes(outline: Outline, setup: Setup) -> float:
     """Return the bytes that a backward needs for an MLP, or for the experts of a layer if that is more."""
-    widths, experts = [0], defaultdict(int)
+    per_token = 0
     for name, (rows, _) in outline.linears.items():
         kind = name.rpartition(".")[2]
-        if kind in RECOMPUTED:  # a fused one has the rows of both
-            widths.append(RECOMPUTED[kind] * (rows // 2 if kind == "gate_up_proj" else rows))
+        if kind in RECOMPUTED:
+            width = rows // 2 if kind == "gate_up_proj" else rows  # a fused linear has the rows of both
+            per_token = max(per_token, RECOMPUTED[kind] * width)
+    experts = defaultdict(int)  # module -> elements of its weights
     for name, shape in outline.parameters.items():
         for module in outline.experts:
             if name.startswith(f"{module}."):
                 experts[module] += prod(shape)
     copy = 2 if BYTES[setup.dtype] == 4 else 0
-    gradients = 0 if setup.lora_rank else 2 + copy * 2  # in BF16, and as the weights are
+    gradients = 0 if setup.lora_rank else 2 + copy * 2  # in BF16, and in the dtype of the weights
     tokens = setup.args.per_device_train_batch_size * setup.tokens
-    return max(tokens * max(widths), (copy + gradients) * max(experts.values(), default=0))
+    return max(tokens * per_token, (copy + gradients) * max(experts.values(), default=0))
 
 
 def reference_bytes(outline: Outline, setup: Setup, recipe: FP8Recipe) -> int:
@@ -191,5 +199,7 @@ def reference_bytes(outline: Outline, setup: Setup, recipe: FP8Recipe) -> int:
     read = dict(outline.parameters)
     if "lm_head.weight" in read:  # else the head reads the embedding
         del read[next(name for name in read if name.endswith("embed_tokens.weight"))]
-    codes = sum(recipe.format.weight_bytes(shape) for name, shape in read.items() if name in recipe.fp8_tensors)
-    return codes + 2 * sum(prod(shape) for name, shape in read.items() if name not in recipe.fp8_tensors)
+    total = 0
+    for name, shape in read.items():
+        total += recipe.format.weight_bytes(shape) if name in recipe.fp8_tensors else 2 * prod(shape)
+    return total

@@ -44,6 +44,7 @@ from .followed_linear import BackwardPrecision, FollowedAdapter, FollowedLinear,
 from .forward_flags import require_followed
 
 
+# Parts of an MLP that tell which of two kinds it is
 MLPS = {
     FollowedMLP: ("gate_proj", "up_proj", "down_proj", "act_fn"),
     FollowedFusedMLP: ("gate_up_proj", "down_proj", "activation_fn"),
@@ -52,11 +53,12 @@ APPLY_ROTARY = "apply_rotary_pos_emb"
 
 
 def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
+    """Raise `ValueError` for a policy whose forward the engine's kernels cannot replace."""
     require_sums(model)
     require_followable_experts(recipe, fp8_backward)
     require_followed(outline_of(model))
     base = transformers_model(model)
-    # A class from another file than transformers' own for this type
+    # PATCHES has transformers' own file for each known type. A class from another file may compute anything
     if f"{type(base).__module__}.{APPLY_ROTARY}" not in PATCHES:
         raise ValueError(
             f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: which operations "
@@ -69,9 +71,9 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
             "(model_init_kwargs={'attention_dropout': 0.0}, or from_pretrained(..., attention_dropout=0.0)), or set "
             "fp8_forward='off'."
         )
-    ours = computing(base)
+    between_tokens_and_logits = computing(base)
     for name, module in model.named_modules():
-        if module not in ours:
+        if module not in between_tokens_and_logits:
             continue
         if isinstance(module, nn.Embedding):
             followed_embedding(module)
@@ -89,8 +91,9 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
                 )
 
 
-def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
-    if recipe.fp8_experts and backward == "fp8":
+def require_followable_experts(recipe: FP8Recipe, fp8_backward: str) -> None:
+    """Raise `ValueError` for an FP8 backward of FP8 experts."""
+    if recipe.fp8_experts and fp8_backward == "fp8":
         raise ValueError(
             f"fp8_backward='fp8' with FP8 experts ({listed(recipe.fp8_experts, 1)}): they have a straight-through "
             "backward only. Set fp8_backward='bf16', or keep them in high precision with fp8_ignored_modules."
@@ -98,32 +101,43 @@ def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
 
 
 def require_sums(model: nn.Module) -> None:
-    """Raise `ValueError` for adapters whose layers are not followed."""
-    adapters = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    kinds = {checkpoint_name(name): _other_than_sum(module) for name, module in adapters.items()}
-    if others := [f"{name} ({kind})" for name, kind in kinds.items() if kind is not None]:
+    """Raise `ValueError` for adapters that do not simply add to an output."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            kind = _unknown_adapter(module)
+            if kind is not None:
+                found.append(f"{checkpoint_name(name)} ({kind})")
+    if found:
         raise ValueError(
             "fp8_forward='one_forward' with adapters that are not plain LoRA on linear layers, experts or routers: "
-            f"{listed(others, 3)}. The engine holds them merged, and only of a sum is the gradient known without what "
+            f"{listed(found, 3)}. The engine holds them merged, and only of a sum is the gradient known without what "
             "the base alone computes. Use LoRA on these, without variants such as use_dora, or set fp8_forward='off'."
         )
 
 
-def _other_than_sum(module: BaseTunerLayer) -> str | None:
+def _unknown_adapter(module: BaseTunerLayer) -> str | None:
     """Return the kind of an adapter; None if it adds to the output of a linear layer, or to experts or a router."""
     if type(module) is ParamWrapper:
-        routes = module.parameter_name in TRANSFORMERS.fused or is_router(module.get_base_layer())
-        return None if routes else f"of the parameter {module.parameter_name}"
+        if module.parameter_name in TRANSFORMERS.fused or is_router(module.get_base_layer()):
+            return None
+        return f"of the parameter {module.parameter_name}"
     if type(module) is not LoraLinear:
         return f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
-    return next((type(variant).__name__ for variant in module.lora_variant.values()), None)
+    for variant in module.lora_variant.values():
+        return type(variant).__name__
+    return None
 
 
 class OneForward(FollowedAttention, Swapper):
-    """Installed on a policy before it is wrapped for training, and on from then on; `modules`: those that follow.
+    """Installed on a policy before it is wrapped for training, and on from then on.
 
     The policy has passed `require_followable`. `ValueError` names a module that the engine has no call for, and leaves
     the policy as it was.
+
+    Attributes:
+        modules: Path in `model` -> module that follows, in the model's order.
+        copies: Likewise, the copies that PEFT keeps of `modules_to_save` for a reference.
     """
 
     def __init__(
@@ -136,8 +150,8 @@ class OneForward(FollowedAttention, Swapper):
     ):
         self.backward, self.kernels, self.recipe, self.hook = backward, kernels, recipe, hook
         self.on = True
-        self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
-        self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
+        self.modules: dict[str, nn.Module] = {}
+        self.copies: dict[str, nn.Module] = {}
         base = transformers_model(model)
         # Attention calls the rotary function of its family's file by name. The patch stays for good and does nothing
         # without a `RotaryCall`
@@ -145,15 +159,15 @@ class OneForward(FollowedAttention, Swapper):
         apply_rotary = getattr(family, APPLY_ROTARY)
         if not isinstance(apply_rotary, RotaryPatch):
             patch(family, APPLY_ROTARY, RotaryPatch(apply_rotary))
-        ours = computing(base)
-        self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
+        between_tokens_and_logits = computing(base)
+        self._linears = {name: each for name, each in linear_layers(model) if each in between_tokens_and_logits}
         self._experts = {experts for _, experts in expert_modules(model)}
-        self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
+        self._adapted = {each.base_layer for each in between_tokens_and_logits if isinstance(each, BaseTunerLayer)}
         self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
         try:
-            for name, module in list(model.named_modules()):
-                if module in ours and not of_adapter(without_copies(name), model):
-                    self._follow(name, module)
+            for path, module in list(model.named_modules()):
+                if module in between_tokens_and_logits and not of_adapter(without_copies(path), model):
+                    self._follow(path, module)
         except ValueError:
             self.remove()
             raise
@@ -164,7 +178,8 @@ class OneForward(FollowedAttention, Swapper):
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        before, self.on = self.on, on
+        before = self.on
+        self.on = on
         try:
             yield
         finally:
@@ -199,20 +214,22 @@ class OneForward(FollowedAttention, Swapper):
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, followed_embedding(module))
         elif is_rotary(module):
+            # One rotary embedding for each type of layers (windowed, global); None where the model has one type
             types = getattr(module.config, "layer_types", None) or []
-            first = {None: 0} | {kind: types.index(kind) for kind in types}
-            self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
+            first_layer = {None: 0} | {kind: types.index(kind) for kind in types}
+            engine = {kind: kernels.rotary(layer) for kind, layer in first_layer.items()}
+            self._swap(path, module, FollowedRotary, engine=engine)
         elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):
             self._swap(path, module, FollowedParallelLayer)
-        elif mlp := next((kind for kind, parts in MLPS.items() if all(hasattr(module, part) for part in parts)), None):
+        elif mlp := mlp_kind(module):
             self._swap(path, module, mlp, engine=kernels.activation(name))
         elif hasattr(module, "sinks"):
-            return  # attention, which `AttentionHook` lets follow
+            return  # attention, which follows through `AttentionHook`
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
             self._swap(path, module, FollowedNorm, engine=kernels.norm(name))
 
     def _linear(self, name: str, module: nn.Linear) -> dict:
-        """The attributes of a `FollowedLinear`."""
+        """Return the attributes of a `FollowedLinear`."""
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
@@ -237,22 +254,30 @@ class OneForward(FollowedAttention, Swapper):
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
         swap(module, mixin, one_forward=self, **attributes)
-        name = checkpoint_name(path)
-        among = self.modules if name == without_copies(name) else self.copies
-        among[path] = module
-
-
-def is_rotary(module: nn.Module) -> bool:
-    """True for what makes cos and sin of a rotary embedding."""
-    return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
+        is_copy = checkpoint_name(path) != without_copies(checkpoint_name(path))
+        (self.copies if is_copy else self.modules)[path] = module
 
 
 def computing(base: PreTrainedModel) -> set[nn.Module]:
-    """The modules between tokens and logits."""
+    """Return the modules between tokens and logits."""
     return {base.get_output_embeddings(), *base.get_decoder().modules()}
 
 
+def is_rotary(module: nn.Module) -> bool:
+    """Return whether the module makes cos and sin of a rotary embedding."""
+    return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
+
+
+def mlp_kind(module: nn.Module) -> type | None:
+    """Return the class in `MLPS` of an MLP; None for any other module."""
+    for kind, parts in MLPS.items():
+        if all(hasattr(module, part) for part in parts):
+            return kind
+    return None
+
+
 def followed_embedding(module: nn.Embedding) -> type:
+    """Return the class that follows for an embedding. `ValueError` if its forward is not known."""
     if type(module).forward is nn.Embedding.forward:
         return FollowedEmbedding
     if type(module).__name__.endswith("ScaledWordEmbedding"):

@@ -1,4 +1,4 @@
-"""After the first sync, before anything is sampled: does the engine compute the model that the policy is?
+"""The check that the engine computes the policy's model, after the first sync and before anything is sampled.
 
 The policy runs one short sequence, and its modules are compared with the engine's (witness.py). With one forward a
 difference is an error, unless fp8_forward_check='warn': gradients would be those of one model and values those of
@@ -32,7 +32,7 @@ SHOWN = 6  # differences in a message
 
 
 class SameModel(Feature):
-    """`RuntimeError` for a policy that follows an engine which computes another model."""
+    """Raises `RuntimeError` if the policy follows an engine that computes another model; else warns of that."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
@@ -40,7 +40,7 @@ class SameModel(Feature):
         self._compared = False
 
     def engine_part(self):
-        if self.trainer.feature(Following):  # which has its own
+        if self.trainer.feature(Following):  # it has a part that provides them
             return None
         from .engine_kernels import KernelsPart  # needs vllm
 
@@ -67,29 +67,29 @@ class SameModel(Feature):
             # A short text, the same on all ranks, through TRL's own method: no other feature takes part in the pass
             tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
             ids = torch.tensor([tokens], device=trainer.accelerator.device)
-            inputs = trainer, trainer.model, ids, torch.ones_like(ids), len(tokens) - 1
-            trainer.trls()._get_per_token_logps_and_entropies(*inputs)
-        self._tell(len(self.witness.findings.differences), follows=following is not None)
+            mask = torch.ones_like(ids)
+            trainer.trls()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, len(tokens) - 1)
+        self._report(follows=following is not None)
         self._compared = True  # not before: a run that goes on after the error is compared again
 
-    def _tell(self, found: int, follows: bool) -> None:
-        """A collective, so that all ranks end together."""
+    def _report(self, follows: bool) -> None:
+        """Raise or warn on every rank if any rank found a difference. Collective."""
+        differences = torch.tensor(len(self.witness.findings.differences), device=self.trainer.accelerator.device)
         if self.trainer.accelerator.num_processes > 1:
-            all_reduce_max(most := torch.tensor(found, device=self.trainer.accelerator.device))
-            found = int(most)
-        if not found:
+            all_reduce_max(differences)
+        if not differences:
             return
-        differ = listed(self.witness.findings.lines(), SHOWN, "\n  ") or "modules on another rank"
+        named = listed(self.witness.findings.lines(), SHOWN, "\n  ") or "modules on another rank"
         kind = self.trainer.recipe.model_type
         if not follows:
             logger.warning(
-                f"the engine computes another model than the policy, of type {kind!r}:\n  {differ}\nRollouts will not "
+                f"the engine computes another model than the policy, of type {kind!r}:\n  {named}\nRollouts will not "
                 "be the policy's own, as mismatch/* will show. Train a model that both compute alike."
             )
             return
         text = (
             f"fp8_forward='one_forward', but the engine computes another model than the policy, of type {kind!r}. "
-            f"First to differ, on the same inputs:\n  {differ}\nThe trainer would follow the engine's model, with no "
+            f"First to differ, on the same inputs:\n  {named}\nThe trainer would follow the engine's model, with no "
             "mismatch to show it. Set fp8_forward='off' (rollouts will still be those of another model), or "
             "fp8_forward_check='warn' to go on as it is."
         )
@@ -99,7 +99,7 @@ class SameModel(Feature):
 
 
 def witnessed_head(witness: Witness, forward: OneForward) -> type:
-    """TRL's `ChunkedLogProbFunction` as a policy that follows has it, and compared."""
+    """Return the output head of a policy that follows, which also compares the engine's logits."""
     head = followed_head(forward)
 
     class WitnessedHead:
