@@ -10,26 +10,61 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("models.md")
 RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "models_cpu.json"
-HEAD = """# Which models
+HEAD = """# Models
 
-{families} families of models went through everything that a run does, each as a tiny policy with random weights and a real vLLM engine on CPU
-({hardware}; commit {commit}). No GPU has run any of them. The table is made by `make models` from [its results](../benchmarks/results/models_cpu.json);
-[what fits a GPU](capacity.md) is another page.
+{families} families of models go through a whole run, each as a tiny policy with random weights and a real vLLM engine on CPU ({hardware};
+commit {commit}). No GPU has run any of them. `make models` makes the table from [its results](../benchmarks/results/models_cpu.json).
+[Capacity](capacity.md) says what fits on a GPU.
 
 | family | model type | FP8 parameters | FP8 KV cache | mismatch of FP8 rollouts | `fp8_forward="one_forward"` |
 |---|---|---|---|---|---|
 """  # noqa: E501
 TAIL = """
-- **Tested** of each row ([testing/matrix](../testing/matrix/row.py)): three steps of GRPO; after the first sync, and after one behind the last step, log-probs
-  equal to those of a fresh engine that vLLM's own loader fills from disk, bit for bit; the export of `save_fp8_model`, which that engine and
-  transformers read, tensor by tensor.
-- **FP8 parameters**: share of a published model, or of the tiny one, in an engine on a GPU. On CPU experts stay in BF16, because vLLM has no kernel for them.
-- **Mismatch**: the largest of three means of |trainer's log-prob - rollout's log-prob| over the tokens of a step. Policies are tiny and random, so that
-  it compares rows and says nothing of trained models. Latent attention (DeepSeek, GLM 4.7 Flash) on a GPU reads prompts [otherwise](kv_cache.md).
-- **`fp8_forward="one_forward"`**: *exact* if the same mismatch is below {exact:g}, the rounding of two log-softmaxes; otherwise why not.
+- **Tests of each row** ([testing/matrix](../testing/matrix/row.py)): three steps of GRPO. After the first sync, and after a sync behind the last step, the
+  engine's log-probs equal those of a fresh engine that vLLM's own loader fills from disk, bit for bit. That engine and transformers read the export of
+  `save_fp8_model`, and its tensors are compared.
+- **FP8 parameters** is the share of a published model, or of the tiny one, in an engine on a GPU. On CPU experts stay in BF16.
+- **Mismatch** is the largest of three means of |trainer's log-prob - rollout's log-prob| over the tokens of a step. Tiny random policies compare rows and say
+  nothing about trained models. On a GPU, latent attention (DeepSeek, GLM 4.7 Flash) reads prompts [otherwise](kv_cache.md#latent-attention-mla).
+- **`fp8_forward="one_forward"`** is *exact* if the same mismatch is below {exact:g}, the rounding of two log-softmaxes. Otherwise the cell has the reason.
 
-What is refused, and why, is in [Troubleshooting](troubleshooting.md#models). A model type that is nowhere on these pages is compared with vLLM's class name by
-name before anything is trained, and works or is refused by then; one that vLLM does not know gets one line, and what to do instead.
+A model type that is not in the table is compared with vLLM's class name by name before training, and works or is refused then. A type that vLLM does not
+know is an error of one line with an alternative. [Troubleshooting](troubleshooting.md#models) lists what is refused, and why.
+
+## Images
+
+Vision-language models train as [TRL trains them](https://huggingface.co/docs/trl/grpo_trainer): a dataset with a column `image` or `images`,
+conversational prompts, and the model's processor.
+
+```python
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+
+trainer = FP8GRPOTrainer(
+    model="Qwen/Qwen2.5-VL-7B-Instruct",
+    reward_funcs=accuracy_reward,
+    args=FP8GRPOConfig("out"),
+    train_dataset=dataset,  # {{"prompt": [{{"role": "user", "content": "How many?"}}], "image": <PIL image>}}
+)
+trainer.train()
+```
+
+| part | in the engine | sent at each sync |
+|---|---|---|
+| projections of the language model | FP8 | yes |
+| its KV cache | FP8 | scales |
+| vision tower and projector | BF16 | yes, trained or frozen |
+| embeddings, norms, output head | BF16 | yes |
+
+- **Prompts.** TRL 1.16 gives vLLM prompts whose image tokens are expanded already, and vLLM 0.31 expands them again
+  ([TRL #6294](https://github.com/huggingface/trl/issues/6294)). Here such prompts stay as they are, and after each generation the engine's prompts are
+  compared with the trainer's. A difference is an error.
+- **Caches of images.** vLLM keeps a tower's output for each image. A sync changes the tower and clears these.
+- **Positions.** Qwen's models rotate q and k by three positions per image token; the trainer uses transformers' own, which equal the engine's. Gemma 3
+  lets the tokens of an image see each other; on a GPU Triton's attention is pinned, because FlashAttention 3 cannot do that.
+- **Scales.** KV scales come from passes that see the images. Before the first rollouts only token ids run, so the scales have the wider margin of prompts,
+  and the first pass counts what they clip.
+- **Normalization.** The processor normalizes images for engine and trainer alike.
+- **Not supported.** `fp8_forward="one_forward"` is refused, because the tower computes in the trainer's precision. Videos were not run.
 """  # noqa: E501
 
 
