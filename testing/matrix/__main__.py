@@ -16,7 +16,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from testing import record
 from testing.processes import alone, free_port
 
 from .torchvision import FOLDER, declare_operators
@@ -38,7 +37,10 @@ WITH_TORCHVISION = (
 
 
 def one(name: str) -> None:
-    """Print the row of a family."""
+    """Print the row of a family.
+
+    Its operators are declared before anything imports transformers, which imports torchvision where it finds it.
+    """
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if name in WITH_TORCHVISION:
@@ -79,6 +81,8 @@ def main() -> int:
     if options.one:
         one(options.one)
         return 0
+    from testing import record
+
     from .families import FAMILIES
 
     if unknown := set(options.families) - FAMILIES.keys():
