@@ -9,7 +9,8 @@
     kernels  60 s   no engine: this project's kernels against torch's, each FP8 GEMM's check, microseconds of a call
     depth   150 s   mismatch of one forward over 36 random layers, compiled: 1e-6 is expected. If it is more, once more
                     without the compiler
-    parts   120 s   tests/engine/test_gpu_parts.py: which part of one forward gives a row other bits in another batch
+    parts   120 s   tests/features/one_forward/test_gpu_parts.py: which part of one forward gives a row other bits in
+                    another batch
     syncs   120 s   tiny engines with graphs and one compile cache: sleep beside a shared base, two syncs, adapters
 
 Each experiment has a file DIR/first_NAME_gpu.json, written before it begins, after each row and at its end. A failure
@@ -92,7 +93,7 @@ EXPERIMENTS = (
     Experiment("sync", 75, ((*SYNC, "--budget", "70"),)),
     Experiment("kernels", 60, (("-m", "benchmarks.bench_kernels"),)),
     Experiment("depth", 150, (DEPTH, (*DEPTH, "--engine-kwargs", '{"enforce_eager": true}')), is_exact),
-    Experiment("parts", 120, (pytest("tests/engine/test_gpu_parts.py"),)),
+    Experiment("parts", 120, (pytest("tests/features/one_forward/test_gpu_parts.py"),)),
     Experiment("syncs", 120, (pytest(*SYNCS),), caches=True),
 )
 FIRST = ("decode", "sync", "kernels")  # what is run if nothing else is named

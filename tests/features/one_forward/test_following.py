@@ -30,7 +30,7 @@ FULL = {"fp8_forward": "one_forward"}
 MISMATCH = "sampling/sampling_logp_difference/mean"
 # Both sides take a log_softmax of the same logits in FP32, in other orders: a few 2**-24 of magnitudes around 5
 ROUNDING = 1e-5
-# What quantization alone makes of this model's log-probs is 0.05 and more (tests/engine/test_one_forward.py)
+# What quantization alone makes of this model's log-probs is 0.05 and more (test_against_engine.py)
 VISIBLE = 1e-3
 
 

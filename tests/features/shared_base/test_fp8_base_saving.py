@@ -42,7 +42,7 @@ def logits(model):
 @pytest.fixture(scope="module")
 def run(checkpoint, tmp_path_factory):
     """(trainer after three steps, folder of its base, folder of the run). The rewards of evaluations fall."""
-    gc.collect()  # as in tests/engine/test_stock_lora.py
+    gc.collect()  # as in tests/features/shared_base/test_stock_lora.py
     folder, out = checkpoint("qwen3"), tmp_path_factory.mktemp("run")
     flags = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     flags |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
