@@ -158,7 +158,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0]
             [],
             "is quantized (awq): trained are checkpoints in high",
         ),
-        ("Qwen/Qwen3-8B", {"quantization_config": {"quant_method": "fp8"}}, [], "without weight_block_size"),
+        ("Qwen/Qwen3-8B", {"quantization_config": {"quant_method": "fp8"}}, [], "is an FP8 checkpoint with one scale"),
         ("openai/gpt-oss-20b", {}, ["--fp8-base"], "a checkpoint in MXFP4. Change it, or leave the FP8 base out"),
         ("microsoft/phi-4", {"rope_scaling": LONGROPE}, ["--context", "8192"], "vllm_max_model_length=4096 or less"),
     ],

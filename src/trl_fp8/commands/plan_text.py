@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from math import gcd
+from math import ceil, gcd
 
 from trl import ModelConfig
 
@@ -40,9 +40,9 @@ def recommended_flags(capacity: Capacity) -> dict[str, object]:
     """Return flags of `trl-fp8 train` for a plan that fits, and those of its risks; none for one that does not.
     Defaults are left out unless the run config has other values.
     """
-    setup, outline = capacity.setup, capacity.plan.outline
     if capacity.why_not is not None:
         return {}
+    setup, outline = capacity.setup, capacity.plan.outline
     args, run_config = setup.args, setup.run_config or {}
     flags = {"accelerate_config": "fsdp2", "num_processes": setup.gpus} if setup.gpus > 1 else {}
     if setup.lora_rank:
@@ -51,21 +51,20 @@ def recommended_flags(capacity: Capacity) -> dict[str, object]:
         targets = "all-linear" if is_whole else " ".join(adapter_targets(outline.linears))
         flags |= {"use_peft": True, "lora_r": setup.lora_rank, "lora_target_modules": targets}
         flags["lora_dropout"] = 0.0  # TRL's is 0.05, and an engine has none
-    sequences, group = args.per_device_train_batch_size, args.num_generations
-    whole = group // gcd(group, setup.gpus * sequences)  # steps after which all groups are whole
+    step = setup.gpus * args.per_device_train_batch_size  # sequences
+    whole = args.num_generations // gcd(args.num_generations, step)  # steps after which all groups are whole
     flags |= {
         "vllm_gpu_memory_utilization": capacity.utilization,
-        "per_device_train_batch_size": sequences,
-        "gradient_accumulation_steps": -(-setup.completions // (setup.gpus * sequences * whole)) * whole,
+        "per_device_train_batch_size": args.per_device_train_batch_size,
+        "gradient_accumulation_steps": ceil(setup.completions / (step * whole)) * whole,
         "max_completion_length": args.max_completion_length,
         "vllm_max_model_length": setup.tokens,
     }
-    changed = vars(args) | {"dtype": setup.dtype, "vllm_tensor_parallel_size": capacity.ranks}
-    usual = DEFAULTS | ({"dtype": "bfloat16"} if args.base_in_engine else {})
+    values = vars(args) | {"dtype": setup.dtype, "vllm_tensor_parallel_size": capacity.ranks}
+    defaults = DEFAULTS | ({"dtype": "bfloat16"} if args.base_in_engine else {})
     for name in CHOSEN:
-        value = changed[name]
-        if value != usual[name] or run_config.get(name) not in (None, value):
-            flags[name] = value
+        if values[name] != defaults[name] or run_config.get(name) not in (None, values[name]):
+            flags[name] = values[name]
     for risk in risks(capacity.plan, setup):
         flags |= risk.flags
     return flags
@@ -73,10 +72,10 @@ def recommended_flags(capacity: Capacity) -> dict[str, object]:
 
 def warnings(capacity: Capacity) -> list[str]:
     """Return what to watch in a plan."""
-    setup, found = capacity.setup, [risk.text for risk in risks(capacity.plan, capacity.setup)]
-    held = capacity.held_tokens // setup.tokens
-    if capacity.why_not is None and held < min(capacity.sequences, 4 * LEAST_SEQUENCES):
-        room = f"holds {held} of {capacity.sequences} sequences at full length at once"
+    found = [risk.text for risk in risks(capacity.plan, capacity.setup)]
+    sequences = capacity.held_tokens // capacity.setup.tokens
+    if capacity.why_not is None and sequences < min(capacity.sequences, 4 * LEAST_SEQUENCES):
+        room = f"holds {sequences} of {capacity.sequences} sequences at full length at once"
         found.append(f"the KV cache {room}; others wait.")
     return found
 
@@ -96,14 +95,14 @@ def as_json(capacity: Capacity, ways: list[Capacity]) -> dict:
 
 
 def _figures(capacity: Capacity) -> dict:
-    trainer, setup = capacity.trainer, capacity.setup
+    """Return the figures of one way to train."""
     return {
-        "gpus": setup.gpus,
-        "lora_rank": setup.lora_rank,
-        "fp8_base": setup.args.base_in_engine,
+        "gpus": capacity.setup.gpus,
+        "lora_rank": capacity.setup.lora_rank,
+        "fp8_base": capacity.setup.args.base_in_engine,
         "tensor_parallel_size": capacity.ranks,
         "gib_per_gpu": {
-            "trainer": {name: getattr(trainer, name) / GIB for name in (*PARTS, "uncounted", "total")},
+            "trainer": {name: getattr(capacity.trainer, name) / GIB for name in (*PARTS, "uncounted", "total")},
             "engine": capacity.engine_bytes / GIB,
             "engine_weights": capacity.weight_bytes / GIB,
             "total": capacity.total_bytes / GIB,
@@ -117,68 +116,78 @@ def _figures(capacity: Capacity) -> dict:
 
 def as_text(capacity: Capacity, ways: list[Capacity], assumed: Sequence[str] = ()) -> str:
     """Return the summary. `ways`: what fits instead; `assumed`: flags of the machine that nothing sets."""
-    lines = [_model(capacity), "", *_memory(capacity, assumed), ""]
+    lines = [*_model(capacity), "", *_memory(capacity, assumed), ""]
     if capacity.why_not is None:
-        words = _words(capacity) or "none, the run config has them"
-        lines += [f"watch: {text}" for text in warnings(capacity)] + [f"flags: {words}"]
+        lines += [f"watch: {text}" for text in warnings(capacity)]
+        lines.append(f"flags: {_words(capacity) or 'none, the run config has them'}")
     elif ways:
-        lines += ["What fits instead:"]
+        lines.append("What fits instead:")
         for way in ways:
             total = f"{way.total_bytes / GIB:.0f} of {way.limit_bytes / GIB:.0f} GiB"
-            lines += [f"  {_kind(way)}: {total}, {way.held_tokens:,} tokens of KV cache"]
-            lines += [f"    flags: {_words(way)}"]
+            lines.append(f"  {_kind(way)}: {total}, {way.held_tokens:,} tokens of KV cache")
+            lines.append(f"    flags: {_words(way)}")
         lines += [f"watch: {text}" for text in warnings(ways[0])]
     else:
         saving = ", an FP8 base" if SAVING else ""
         tried = f"LoRA{saving}, FSDP2 over up to {MOST_GPUS} GPUs, tensor parallel sizes up to {SIZES[-1]}"
-        lines += [f"Nothing fits ({tried}). Take GPUs with more memory, a shorter context, or a smaller model."]
+        lines.append(f"Nothing fits ({tried}). Take GPUs with more memory, a shorter context, or a smaller model.")
     return "\n".join(lines)
 
 
-def _model(capacity: Capacity) -> str:
+def _model(capacity: Capacity) -> list[str]:
+    """Return two lines on the model in the engine."""
     plan, recipe = capacity.plan, capacity.plan.recipe
-    weights, cache = format_bytes(plan.bytes_before), format_bytes(plan.cache.token_bytes(False))
-    weights += f" -> {format_bytes(plan.bytes_after)}" if recipe.fp8_weights else ""
-    cache += f" -> {format_bytes(plan.cache.token_bytes(True))}" if recipe.fp8_kv_cache else ""
     size = f"{plan.parameters / 1e9:.2f} B" if plan.parameters >= 1e8 else f"{plan.parameters / 1e6:.1f} M"
+    share = "in BF16 in the engine"
+    weights, cache = format_bytes(plan.bytes_before), format_bytes(plan.cache.token_bytes(False))
+    if recipe.fp8_weights:
+        share = f"{plan.fp8_share:.1%} of them FP8 in the engine"
+        weights += f" -> {format_bytes(plan.bytes_after)}"
+    if recipe.fp8_kv_cache:
+        cache += f" -> {format_bytes(plan.cache.token_bytes(True))}"
     windows = "".join(f", {count} layers keep {most:,} tokens at most" for most, count in plan.cache.windows.items())
-    share = f"{plan.fp8_share:.1%} of them FP8 in the engine" if recipe.fp8_weights else "in BF16 in the engine"
-    return f"{plan.outline.name}: {size} parameters, {share}.\nWeights {weights}; KV cache {cache} per token{windows}."
+    lines = [f"{plan.outline.name}: {size} parameters, {share}."]
+    return [*lines, f"Weights {weights}; KV cache {cache} per token{windows}."]
 
 
 def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
-    setup, trainer, plan = capacity.setup, capacity.trainer, capacity.plan
+    """Return the table of a GPU's memory, with the verdict in its last row."""
+    setup, trainer, ranks = capacity.setup, capacity.trainer, capacity.ranks
     sizes = {name: getattr(trainer, part) for part, name in PARTS.items()}
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size >= LEAST_SHOWN)
     # The engine
     adapters = f", adapters {_gib(trainer.in_engine)}" if trainer.in_engine else ""
-    weights = f"weights {_gib(capacity.weight_bytes - trainer.in_engine)}{adapters}"
-    tokens = capacity.kv_tokens
-    beside = f" (BF16 engine: {tokens['bf16']:,})" if len(tokens) > 1 else ""
-    together = f", on {capacity.ranks} GPUs together" if capacity.ranks > 1 else ""
-    cache = f"{_gib(max(0.0, capacity.kv_bytes))}: {capacity.held_tokens:,} tokens{beside}{together}"
-    engine = f"{weights}, vLLM {RESERVED_BYTES / GIB:.0f}, KV cache {cache}"
+    tokens = f"{capacity.held_tokens:,} tokens"
+    if len(capacity.kv_tokens) > 1:
+        tokens += f" (BF16 engine: {capacity.kv_tokens['bf16']:,})"
+    tokens += f", on {ranks} GPUs together" if ranks > 1 else ""
+    engine = f"weights {_gib(capacity.weight_bytes - trainer.in_engine)}{adapters}, vLLM {RESERVED_BYTES / GIB:.0f}"
+    engine += f", KV cache {_gib(max(0.0, capacity.kv_bytes))}: {tokens}"
     # Both
-    machine = f"{setup.gpus} x {setup.gpu_bytes / GIB:g} GiB"
-    missing = f"; give {' and '.join(assumed)} of your machine (assumed: {machine})" if assumed else ""
-    verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not}){missing}"
     free = 1 - capacity.limit_bytes / setup.gpu_bytes
-    where = f"{_gib(capacity.limit_bytes)} GiB ({free:.0%} stay free for what is not counted)"
-    asleep = "the engine's are" if capacity.weights_sleep else "its KV cache is"
-    sleeping = f", of which {asleep} free while it trains" if setup.args.vllm_enable_sleep_mode else ""
+    limit = f"{_gib(capacity.limit_bytes)} GiB ({free:.0%} stay free for what is not counted)"
+    if setup.args.vllm_enable_sleep_mode:
+        asleep = "the engine's are" if capacity.weights_sleep else "its KV cache is"
+        limit += f", of which {asleep} free while it trains"
+    verdict = "fits"
+    if capacity.why_not is not None:
+        verdict = f"DOES NOT FIT ({capacity.why_not})"
+        machine = f"assumed: {setup.gpus} x {setup.gpu_bytes / GIB:g} GiB"
+        verdict += f"; give {' and '.join(assumed)} of your machine ({machine})" if assumed else ""
     lines = [
         f"{_kind(capacity)}, sequences of {setup.tokens:,} tokens, {setup.completions:,} completions a generation.",
         "GiB per GPU, computed, not measured:",
         f"  trainer {_gib(trainer.total):>6}  {parts}".rstrip(),
         f"  engine  {_gib(capacity.engine_bytes):>6}  share {capacity.utilization:g}: {engine}",
-        f"  total   {_gib(capacity.total_bytes):>6}  of {where}{sleeping}: {verdict}",
+        f"  total   {_gib(capacity.total_bytes):>6}  of {limit}: {verdict}",
     ]
     if setup.args.base_in_engine:
-        base = f"FP8 base ({_gib(sum(row.bytes_after for row in plan.rows if row.precision == 'fp8'))})"
-        if capacity.ranks == 1:
-            lines += [f"The {base} is held once, by the engine; the trainer reads it there."]
+        size = sum(row.bytes_after for row in capacity.plan.rows if row.precision == "fp8")
+        base = f"FP8 base ({_gib(size)})"
+        if ranks == 1:
+            lines.append(f"The {base} is held once, by the engine; the trainer reads it there.")
         else:
-            lines += [f"The trainer holds the {base} whole on each GPU, and each rank of the engine its part."]
+            lines.append(f"The trainer holds the {base} whole on each GPU, and each rank of the engine its part.")
     return lines
 
 

@@ -5,9 +5,10 @@ engine's KV cache then holds a few sequences of full length. What is changed to 
 rules as the plan itself, and only offered if it fits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from trl_fp8.recipe.outline import Outline
@@ -27,76 +28,44 @@ SIZES = (1, 2, 4, 8)  # tensor parallel
 LORA_RANK = 32
 
 
-@dataclass(frozen=True)
 class Capacity:
-    """Memory of each GPU under a plan."""
+    """Memory of each GPU under a plan, in bytes, and the tokens that the KV cache of an engine holds."""
 
-    plan: Plan
-    trainer: TrainerMemory
-    setup: Setup
-    utilization: float
+    def __init__(self, plan: Plan, trainer: TrainerMemory, setup: Setup, utilization: float):
+        self.plan = plan
+        self.trainer = trainer
+        self.setup = setup
+        self.utilization = utilization  # the engine's share of a GPU
+        self.ranks = plan.recipe.tensor_parallel_size
+        # Completions of a generation that one engine samples
+        self.sequences = ceil(setup.completions * self.ranks / setup.gpus)
+        # The engine's share: weights with what features put beside them, vLLM's own, and the KV cache, which is
+        # negative if the weights do not fit
+        self.engine_bytes = utilization * setup.gpu_bytes
+        self.weight_bytes = plan.bytes_after / self.ranks + trainer.in_engine
+        self.kv_bytes = self.engine_bytes - RESERVED_BYTES - self.weight_bytes
+        # Tokens, in sequences of full length, by precision: of a BF16 engine, and as far as the plan has FP8
+        fp8_weights, fp8_kv_cache = plan.recipe.fp8_weights, plan.recipe.fp8_kv_cache
+        self.kv_tokens = {"bf16": self._tokens(self.engine_bytes - RESERVED_BYTES - plan.bytes_before / self.ranks)}
+        if fp8_weights:
+            self.kv_tokens["fp8_linears"] = self._tokens(self.kv_bytes)
+        if fp8_kv_cache:
+            name = "fp8_linears_kv" if fp8_weights else "fp8_kv"
+            self.kv_tokens[name] = self._tokens(self.kv_bytes, fp8=True)
+        self.held_tokens = list(self.kv_tokens.values())[-1]
+        # Sleep mode frees the weights, too, unless the policy computes with them
+        self.weights_sleep = not (setup.args.policy_calls_engine or setup.args.base_in_engine)
+        freed = 0.0
+        if setup.args.vllm_enable_sleep_mode:
+            freed = self.engine_bytes if self.weights_sleep else max(0.0, self.kv_bytes)
+        self.total_bytes = trainer.states + self.engine_bytes - freed + max(trainer.passing, freed)
+        self.limit_bytes = setup.gpu_bytes - max(FREE * setup.gpu_bytes, trainer.uncounted)
 
-    @property
-    def ranks(self) -> int:
-        return self.plan.recipe.tensor_parallel_size
-
-    @property
-    def engine_bytes(self) -> float:
-        return self.utilization * self.setup.gpu_bytes
-
-    @property
-    def weights_sleep(self) -> bool:
-        """Return whether sleep mode frees the engine's weights, too, while the trainer trains."""
-        return not (self.setup.args.policy_calls_engine or self.setup.args.base_in_engine)
-
-    @property
-    def total_bytes(self) -> float:
-        if not self.setup.args.vllm_enable_sleep_mode:
-            return self.trainer.total + self.engine_bytes
-        freed = self.engine_bytes if self.weights_sleep else max(0.0, self.kv_bytes)
-        return self.trainer.states + self.engine_bytes - freed + max(self.trainer.passing, freed)
-
-    @property
-    def limit_bytes(self) -> float:
-        return self.setup.gpu_bytes - max(FREE * self.setup.gpu_bytes, self.trainer.uncounted)
-
-    @property
-    def sequences(self) -> int:
-        """Completions of a generation that one engine samples."""
-        return -(-self.setup.completions * self.ranks // self.setup.gpus)
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes on each rank of an engine of weights, and of what features put beside them."""
-        is_fp8 = self.plan.recipe.fp8_weights
-        return (self.plan.bytes_after if is_fp8 else self.plan.bytes_before) / self.ranks + self.trainer.in_engine
-
-    @property
-    def kv_bytes(self) -> float:
-        """Bytes on each rank that the engine's share leaves for a KV cache; negative if weights do not fit."""
-        return self.engine_bytes - RESERVED_BYTES - self.weight_bytes
-
-    @property
-    def held_tokens(self) -> int:
-        """Tokens, in sequences of full length, that the KV cache holds."""
-        return self._tokens(self.kv_bytes, self.plan.recipe.fp8_kv_cache)
-
-    @property
-    def kv_tokens(self) -> dict[str, int]:
-        """Precision -> tokens that the KV cache holds then: of a BF16 engine, and as far as the plan has FP8."""
-        recipe = self.plan.recipe
-        in_bf16 = self.engine_bytes - RESERVED_BYTES - self.plan.bytes_before / self.ranks
-        found = {"bf16": self._tokens(in_bf16, fp8=False)}
-        if recipe.fp8_weights:
-            found["fp8_linears"] = self._tokens(self.kv_bytes, fp8=False)
-        if recipe.fp8_kv_cache:
-            found["fp8_linears_kv" if recipe.fp8_weights else "fp8_kv"] = self.held_tokens
-        return found
-
-    def _tokens(self, room: float, fp8: bool) -> int:
+    def _tokens(self, size: float, fp8: bool = False) -> int:
+        """Return how many tokens, in sequences of full length, a KV cache of `size` bytes holds."""
         length = self.setup.tokens
-        size = self.plan.cache.sequence_bytes(length, fp8)
-        return int(max(0.0, room) / size * length) if size else self.sequences * length * (room > 0)
+        sequence = self.plan.cache.sequence_bytes(length, fp8)
+        return int(max(0.0, size) / sequence * length) if sequence else self.sequences * length * (size > 0)
 
     @property
     def why_not(self) -> str | None:
@@ -117,7 +86,7 @@ class Planner:
     recipe_options: Mapping[str, Any] = field(default_factory=dict)
     sizes: tuple[int, ...] = SIZES  # tensor parallel sizes that may be chosen
     saving: Mapping[str, Any] = field(default_factory=dict)  # flags with which adapters need less memory
-    plans: dict[int, Plan] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)  # by tensor parallel size
 
     def plan_at(self, size: int) -> Plan:
         """Return the plan of a tensor parallel size."""
@@ -137,29 +106,22 @@ class Planner:
         """Return what fits in place of a setup that does not, at most one of each kind: another split, LoRA, more
         GPUs, and LoRA on more GPUs if it does not fit on these.
         """
-        ways, lora_fits = [], False
-        for setups in self._changes(setup):
-            first = setups[0]
-            if lora_fits and first.lora_rank and first.gpus > setup.gpus:
-                continue
-            fitting = (way for way in map(self.capacity, setups) if way.why_not is None)
-            if way := next(fitting, None):
-                ways.append(way)
-                lora_fits = lora_fits or first.lora_rank is not None
-        return ways
-
-    def _changes(self, setup: Setup) -> Iterator[list[Setup]]:
-        free, rank = replace(setup, utilization=None, tensor_parallel_size=None), setup.lora_rank or LORA_RANK
-        off = dict.fromkeys(self.saving, False)
-        lora = [replace(free, lora_rank=rank)]
+        free = replace(setup, utilization=None, tensor_parallel_size=None)
+        adapters = replace(free, lora_rank=setup.lora_rank or LORA_RANK)
+        lora = [adapters]
         if self.saving and self.plan_at(1).recipe.fp8_weights:
-            lora.append(free.with_flags(self.saving, lora_rank=rank, dtype="bfloat16"))
-        lora.append(free.with_flags(off, lora_rank=rank, dtype="bfloat16"))
+            lora.append(adapters.with_flags(self.saving, dtype="bfloat16"))
+        lora.append(adapters.with_flags(dict.fromkeys(self.saving, False), dtype="bfloat16"))
+        full = [] if setup.lora_rank else [free]
         more = [setup.gpus * 2**power for power in range(1, 7) if setup.gpus * 2**power <= MOST_GPUS]
-        for counts in filter(None, ([setup.gpus], more)):
-            if not setup.lora_rank:
-                yield [replace(free, gpus=gpus) for gpus in counts]
-            yield [replace(each, gpus=gpus) for gpus in counts for each in lora]
+        ways = []
+        for counts, setups in (([setup.gpus], full), ([setup.gpus], lora), (more, full), (more, lora)):
+            if setups is lora and any(way.setup.lora_rank for way in ways):
+                continue  # it fits on fewer GPUs
+            changed = (self.capacity(replace(each, gpus=gpus)) for gpus in counts for each in setups)
+            if way := next((capacity for capacity in changed if capacity.why_not is None), None):
+                ways.append(way)
+        return ways
 
     def _sizes(self, gpus: int) -> list[int]:
         """Return tensor parallel sizes that divide GPUs and attention heads, and not the blocks of FP8 weights."""

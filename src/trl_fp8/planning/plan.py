@@ -96,38 +96,33 @@ class Plan:
         return self.fp8_parameters / self.parameters
 
     def summary(self) -> str:
-        """Three lines for the start of a run: what is FP8, and all that stays in BF16 for a reason."""
+        """Return three lines for the start of a run: what is FP8, and all that stays in BF16 for a reason."""
         linears, experts = len(self.recipe.fp8_modules), len(self.recipe.fp8_experts)
         what = f"{linears} linear layers" + (f", {experts} layers of experts" if experts else "")
         size = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
-        kept = defaultdict(list)  # reason -> modules
-        for row in self.rows:
-            kept[row.reason] += [row.pattern.removeprefix("model.layers.*.")] if row.reason else []
         lines = [f"FP8 plan: {what}, {self.fp8_share:.1%} of parameters, {size}", f"KV cache: {self._kv_cache()}"]
-        reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in kept.items() if names)
-        return "\n".join(lines + ([f"In BF16:  {reasons}"] if reasons else []))
+        modules = defaultdict(list)  # by the reason for which they are not FP8
+        for row in self.rows:
+            if row.reason:
+                modules[row.reason].append(row.pattern.removeprefix("model.layers.*."))
+        if modules:
+            reasons = (f"{', '.join(names)} ({reason})" for reason, names in modules.items())
+            lines.append(f"In BF16:  {'; '.join(reasons)}")
+        return "\n".join(lines)
 
     def table(self) -> str:
-        """The plan as plain text, at most 119 columns for ordinary names."""
+        """Return the plan as plain text, at most 119 columns for ordinary names."""
         lines = [("modules", "count", "shape", "parameters", "BF16", "engine", "precision")]
-        lines += [
-            (
-                row.pattern,
-                str(row.count),
-                " x ".join(map(str, row.shape)),
-                f"{row.parameters:,}",
-                format_bytes(2 * row.parameters),
-                format_bytes(row.bytes_after),
-                f"{row.precision} ({row.reason})" if row.reason else row.precision,
-            )
-            for row in self.rows
-        ]
-        total = ("total", "", "", f"{self.parameters:,}", format_bytes(self.bytes_before))
-        lines.append((*total, format_bytes(self.bytes_after), f"{self.fp8_share:.1%} of parameters fp8"))
+        for row in self.rows:
+            sizes = f"{row.parameters:,}", format_bytes(2 * row.parameters), format_bytes(row.bytes_after)
+            precision = f"{row.precision} ({row.reason})" if row.reason else row.precision
+            lines.append((row.pattern, str(row.count), " x ".join(map(str, row.shape)), *sizes, precision))
+        sizes = f"{self.parameters:,}", format_bytes(self.bytes_before), format_bytes(self.bytes_after)
+        lines.append(("total", "", "", *sizes, f"{self.fp8_share:.1%} of parameters fp8"))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, tuple("-" * width for width in widths))
-        columns = [f"{{:{side}{width}}}" for side, width in zip("<><>>><", widths, strict=True)]
-        text = "\n".join("  ".join(columns).format(*line).rstrip() for line in lines)
+        columns = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><>>><", widths, strict=True))
+        text = "\n".join(columns.format(*line).rstrip() for line in lines)
         recipe = self.recipe
         weights = f"{recipe.format.description}, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
         setup = f"tensor parallel size {recipe.tensor_parallel_size}, weights {weights}"
@@ -138,11 +133,11 @@ class Plan:
         before, after = self.cache.token_bytes(fp8=False), self.cache.token_bytes(fp8=True)
         if not self.recipe.fp8_kv_cache:
             return f"the model's dtype, {format_bytes(before)} per token"
-        skipped = list(self.recipe.kv_cache_skip_layers)
         size = f"{format_bytes(before)} -> {format_bytes(after)} per token ({before / after:.1f}x the tokens)"
-        kept = f"; layers {skipped} stay in BF16" if skipped else ""
-        others = len(self.cache.layers) - len(self.cache.fp8_layers) - len(skipped)
-        return f"e4m3{scales}, {size}{kept}" + (f"; {others} layers cache none" if others else "")
+        skipped = list(self.recipe.kv_cache_skip_layers)
+        in_bf16 = f"; layers {skipped} stay in BF16" if skipped else ""
+        empty = len(self.cache.layers) - len(self.cache.fp8_layers) - len(skipped)
+        return f"e4m3{scales}, {size}{in_bf16}" + (f"; {empty} layers cache none" if empty else "")
 
 
 def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:

@@ -53,17 +53,17 @@ def _of_model(plan: Plan, base_in_engine: bool) -> list[Risk]:
         text = "router_aux_loss_coef: TRL's load-balancing loss finds no num_experts in its config, and has to be off."
         found.append(Risk(text, {"router_aux_loss_coef": 0.0}))
     if not recipe.fp8_weights and "fp8_weights is off" not in recipe.kept_modules.values():
-        kept = [name for name, why in recipe.kept_modules.items() if why not in ("output head", "router")]
-        firsts = {name in outline.experts: name for name in reversed(kept)}.values()  # a linear layer, and experts
-        why = ", ".join(f"{name} ({recipe.kept_modules[name]})" for name in sorted(firsts))
-        others = formats_for(outline, recipe.tensor_parallel_size)
-        takes = "".join(f" --fp8_weight_format {other} takes some." for other in others)
+        reasons = {name: why for name, why in recipe.kept_modules.items() if why not in ("output head", "router")}
+        firsts = {name in outline.experts: name for name in reversed(reasons)}.values()  # a linear layer, and experts
+        why = ", ".join(f"{name} ({reasons[name]})" for name in sorted(firsts))
+        formats = formats_for(outline, recipe.tensor_parallel_size)
+        takes = "".join(f" --fp8_weight_format {name} takes some." for name in formats)
         found.append(Risk(f"no weights can be FP8: {why}.{takes}"))
     elif not_aligned := [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]:
-        kept = f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}"
+        stay = f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}"
         is_split = recipe.tensor_parallel_size > 1
         remedy = "A smaller vllm_tensor_parallel_size may help." if is_split else "No flag helps: it is their shape."
-        found.append(Risk(f"{kept}: {listed(not_aligned, 1)}. {remedy}"))
+        found.append(Risk(f"{stay}: {listed(not_aligned, 1)}. {remedy}"))
     if recipe.fp8_weights and plan.fp8_share < LOW_SHARE:
         found.append(Risk(f"only {plan.fp8_share:.0%} of the parameters are FP8; --modules says which are not."))
     if plan.parameters < SMALL:

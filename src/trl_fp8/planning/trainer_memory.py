@@ -89,17 +89,20 @@ class TrainerMemory:
 def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> TrainerMemory:
     """Return the memory of a model's trainer beside an engine."""
     args, gpus, is_sharded = setup.args, setup.gpus, setup.gpus > 1
-    adapters = 4 * setup.lora_rank * adapter_width(outline) if setup.lora_rank else 0
+    linears = {name: shape for name, shape in outline.linears.items() if name != "lm_head"}
+    # A and B of each linear layer (`all-linear`), in FP32
+    adapters = 4 * (setup.lora_rank or 0) * sum(rows + columns for rows, columns in linears.values())
     size = BYTES["float32" if is_sharded and not adapters else setup.dtype]
     weights = size * sum(map(prod, outline.parameters.values()))
     trained = adapters or weights
+    # The output head, or the embedding in its place
     matrices = [shape for shape in outline.parameters.values() if len(shape) == 2]
-    vocabulary, hidden = outline.linears.get("lm_head") or max(matrices, key=prod)  # or the embedding
+    vocabulary, hidden = outline.linears.get("lm_head") or max(matrices, key=prod)
     experts = tuple(f"{name}." for name in outline.experts)
-    linears = {f"{name}.weight" for name in outline.linears if name != "lm_head"}
-    in_layers = sum(
-        prod(shape) for name, shape in outline.parameters.items() if name in linears or name.startswith(experts)
-    )
+    in_layers = 0
+    for name, shape in outline.parameters.items():
+        if name.removesuffix(".weight") in linears or name.startswith(experts):
+            in_layers += prod(shape)
     gathered = 2 * (2 * vocabulary * hidden + 2 * in_layers / outline.layers) if is_sharded else 0
     tokens = args.per_device_train_batch_size * setup.tokens
     memory = TrainerMemory(
@@ -127,8 +130,3 @@ def engine_adapters(outline: Outline, rank: int) -> int:
         if name != "lm_head":
             fused[fused_name(name)].append(shape)
     return sum(rank * len(parts) * (sum(rows for rows, _ in parts) + parts[0][1]) for parts in fused.values())
-
-
-def adapter_width(outline: Outline) -> int:
-    """Return the parameters of LoRA adapters of rank 1 on all linear layers but the output head (`all-linear`)."""
-    return sum(rows + columns for name, (rows, columns) in outline.linears.items() if name != "lm_head")
