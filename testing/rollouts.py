@@ -10,7 +10,6 @@ from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.features.one_forward.followed_head import followed_head
 from trl_fp8.features.one_forward.followed_linear import BackwardPrecision
 from trl_fp8.features.one_forward.one_forward import OneForward
-from trl_fp8.features.one_forward.same_model import witnessed_head
 from trl_fp8.features.one_forward.witness import Witness
 from trl_fp8.features.router_replay.replay import RouterReplay
 from trl_fp8.policy.hook import hook_of
@@ -123,7 +122,7 @@ def witnessed(forward, model, longest=64):
     """What a comparison of the policy's modules with its engine's finds, over one sequence."""
     witness = Witness(model, forward.kernels, forward.hook, longest, forward)
     with witness.watching():
-        scored(forward, model, PROMPTS[:1], witnessed_head(witness, forward))
+        scored(forward, model, PROMPTS[:1], followed_head(forward, witness.values.head))
     return witness.findings
 
 

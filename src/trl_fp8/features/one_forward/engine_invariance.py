@@ -5,28 +5,19 @@ the same bits whatever rows are beside it. On CPU the reference kernels do so. O
 kernels (gpu/NOTES.md): unquantized linears, the output head, routers and experts then run Triton kernels. It
 leaves three things to this file and engine_flash_attention.py:
 
-Norms. vLLM's CUDA kernels give a row 1024 threads below 256 tokens and 256 threads from there on, which changes the
-order of the sum. With a residual vLLM runs yet another kernel. Its Triton kernel for batch invariance runs one program
-for each row, whatever the batch, and rounds x * rstd * weight once. Here that kernel computes both operations:
+Norms. vLLM's CUDA kernel adds up a row in another order from 256 tokens on, and with a residual vLLM runs yet another
+kernel. Its Triton kernel for batch invariance runs one program for each row. It computes both operations here:
 
     rms_norm(x)                     the kernel
     fused_add_rms_norm(x, r)        s = x + r, rounded to BF16; the kernel on s          returns both
 
-A trainer adds the residual itself, in BF16, and calls the norm alone, which gives the same bits. This costs one more
-kernel, for the sum, than vLLM's own. torch.compile may merge it with the operation before it.
+A trainer adds the residual itself, in BF16, and calls the norm alone, which gives the same bits.
 
-Tiles of Triton kernels are chosen by a weight's shape, never by the number of rows. vLLM 0.31 chooses three otherwise:
-
-    unquantized linears    a table by shape of the weight and number of rows, for output heads such as Qwen3-1.7B's;
-                           128 x 128 x 64 for all others. Of a weight with few rows one program then reads all
-    experts                64 x 64 x 32 for everything, where FP8 tensor cores want steps of 128
-    FP8 linears            a table by shape and number of rows, for DeepSeek's shapes
-
-A tile with another number of rows uses another instruction of the tensor cores (m16n8k16, or a warp group's m64nNk16),
-and no manual says that two of these instructions add up in the same order. So no function here reads the number of
-rows. No tile is fast both for one row and for thousands; each tile below says which it is for. The functions replace
-vLLM's, which engine and trainer call, for good: an engine calls them for as long as it lives. Without batch invariance
-they return what vLLM's return.
+Tiles of Triton kernels are chosen by a weight's shape, never by the number of rows: a tile with another number of rows
+uses another instruction of the tensor cores, and no manual says that two of these add up in the same order. vLLM 0.31
+chooses otherwise for output heads and for FP8 linears of some shapes, and slowly for narrow weights and FP8 experts.
+No tile is fast both for one row and for thousands; each tile below says which it is for. The functions replace vLLM's
+for good: an engine calls them for as long as it lives. Without batch invariance they return what vLLM's return.
 
 Attention: engine_flash_attention.py.
 """
@@ -179,7 +170,7 @@ def register_cuda_norms() -> None:
     """Register both norms with vLLM's tables of implementations. Idempotent."""
     if PROVIDER in ir.ops.rms_norm.impls:
         return
-    direct_register_custom_op(OPERATOR, _whole_rows, fake_impl=_like)
+    direct_register_custom_op(OPERATOR, _whole_rows, fake_impl=lambda x, weight, epsilon: x.new_empty(x.shape))
     on_gpu = torch.version.cuda is not None
     ir.ops.rms_norm.register_impl(PROVIDER, supported=on_gpu)(_rms_norm)
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supported=on_gpu)(_add_rms_norm)
@@ -187,10 +178,6 @@ def register_cuda_norms() -> None:
 
 def _whole_rows(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return rms_norm_batch_invariant(x, weight, epsilon)
-
-
-def _like(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:

@@ -27,8 +27,11 @@ def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> C
     return lambda hidden: forward.kernels.logits(tokens_of(hidden))
 
 
-def followed_head(one_forward: OneForward) -> type[ChunkedLogProbFunction]:
-    """Return a `ChunkedLogProbFunction` of TRL 1.16 whose forward is the engine's."""
+def followed_head(one_forward: OneForward, compare: Callable | None = None) -> type[ChunkedLogProbFunction]:
+    """Return a `ChunkedLogProbFunction` of TRL 1.16 whose forward is the engine's.
+
+    `compare(hidden, weight, bias, logit_scale, softcap, logits)` looks at the engine's logits.
+    """
 
     class FollowedHead(ChunkedLogProbFunction):
         @staticmethod
@@ -41,6 +44,8 @@ def followed_head(one_forward: OneForward) -> type[ChunkedLogProbFunction]:
             """
             ctx.set_materialize_grads(False)  # an entropy that is only logged gets no gradient
             logits = engine_logits(one_forward, weight, bias)
+            if compare is not None:
+                compare(hidden, weight, bias, logit_scale, final_logit_softcapping, logits(hidden))
             found = [
                 _scored(logits(rows).float().div_(temperature), of_rows, outputs)
                 for rows, of_rows in zip(hidden.split(TOKENS), targets.split(TOKENS), strict=True)

@@ -18,9 +18,8 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.run.feature import Feature, as_rollouts_saw
 from trl_fp8.sync.audit import all_reduce_max
 
-from .followed_head import engine_logits, followed_head
+from .followed_head import followed_head
 from .following import Following
-from .one_forward import OneForward
 from .witness import Witness
 
 
@@ -62,7 +61,7 @@ class SameModel(Feature):
                 # The policy calls the engine, whose cache rounds k and v, and the output head is compared, too
                 around.enter_context(as_rollouts_saw(trainer.features))
                 around.enter_context(forward.switched(on=True))
-                around.enter_context(scored_by(witnessed_head(self.witness, forward)))
+                around.enter_context(scored_by(followed_head(forward, self.witness.values.head)))
             around.enter_context(self.witness.watching())
             # A short text, the same on all ranks, through TRL's own method: no other feature takes part in the pass
             tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
@@ -96,17 +95,3 @@ class SameModel(Feature):
         if self.trainer.args.fp8_forward_check == "error":
             raise RuntimeError(text)
         logger.warning(text)
-
-
-def witnessed_head(witness: Witness, forward: OneForward) -> type:
-    """Return the output head of a policy that follows, which also compares the engine's logits."""
-    head = followed_head(forward)
-
-    class WitnessedHead:
-        @staticmethod
-        def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
-            logits = engine_logits(forward, weight, bias)(hidden)
-            witness.values.head(hidden, weight, bias, logit_scale, softcap, logits)
-            return head.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
-
-    return WitnessedHead

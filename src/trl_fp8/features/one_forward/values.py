@@ -41,7 +41,7 @@ DRAWS = 4  # of directions in which the input of experts is moved
 
 
 class Findings:
-    """In the order in which they are made.
+    """The result of a comparison: what differs, and how near the rest came to its bounds.
 
     Attributes:
         differences: Module -> the quantity that differs and what both sides have. The first one of a module is kept,
@@ -70,12 +70,12 @@ class Findings:
 
     def same(self, module: str, quantity: str, own: float | None, engine: float | None) -> bool:
         """Compare two numbers up to the rounding of FP32; None or 0 where there is none."""
-        close = abs((own or 0) - (engine or 0)) <= 1e-6 * abs(own or 0)
-        words = ("none" if not value else f"{value:.6g}" for value in (own, engine))
-        return self.require(close, module, "{} (the policy's {}, the engine's {})".format(quantity, *words))
+        is_close = abs((own or 0) - (engine or 0)) <= 1e-6 * abs(own or 0)
+        of_policy, of_engine = (f"{value:.6g}" if value else "none" for value in (own, engine))
+        return self.require(is_close, module, f"{quantity} (the policy's {of_policy}, the engine's {of_engine})")
 
     def require(self, same: bool, module: str, quantity: str) -> bool:
-        """Note whether something is the same on both sides."""
+        """Note whether something is the same on both sides, and return that."""
         self.compared += 1
         if not same:
             self.differences.setdefault(module, quantity)
@@ -83,7 +83,7 @@ class Findings:
 
 
 class Values:
-    """Comparisons of a policy's modules; `names` of all of them."""
+    """Comparisons of a policy's modules, whose checkpoint names are `names`."""
 
     def __init__(self, forward: OneForward, names: dict[nn.Module, str], findings: Findings):
         self._forward, self._names, self._findings = forward, names, findings
@@ -103,13 +103,16 @@ class Values:
         """Return the function that compares `module`; None if its wrapper is compared, or it has no values."""
         if isinstance(module, FollowedLinear) and module.adapted:
             return None
-        return next((compare for kind, compare in self._kinds.items() if isinstance(module, kind)), None)
+        for kind, compare in self._kinds.items():
+            if isinstance(module, kind):
+                return compare
+        return None
 
     def _note(self, kind: str, module: nn.Module, *compared: Tensor, quantity: str = "output") -> bool:
         return self._findings.values(kind, self._names[module], *compared, quantity)
 
     def _linear(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Adapters among them: the engine computes with the sum of base and adapter, or with both."""
+        """Compare a linear layer, with its adapters: the engine computes with their sum, or with both."""
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         weight = dequantize_weight(base.codes, torch.float32) if isinstance(base, HoldsCodes) else base.weight
         if isinstance(module, BaseTunerLayer):
@@ -123,21 +126,20 @@ class Values:
     def _norm(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         """Compare a norm on its rows and on tiny rows: only those show with which eps the engine computes."""
         x = args[0].to(torch.bfloat16)
-        size = (TINY / x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()
-        tiny = (x * size).to(torch.bfloat16)
+        shrink = (TINY / x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()
+        tiny = (x * shrink).to(torch.bfloat16)
         of_tiny = f"eps (output for rows whose mean square is {TINY:.1g})"
         for rows, found, quantity in (x, output, "output"), (tiny, module._value(tiny), of_tiny):
             with _in_bf16(module):
                 computed = own(rows.float())
             # x times the inverse root, and that times the weight, are rounded to BF16, in either order and at most
             # twice each. The mean that a LayerNorm takes away is FP32
-            size = computed.abs()
-            bound = 4 * U16 * size + 2.0**-16 * size.amax(-1, keepdim=True)
+            bound = 4 * U16 * computed.abs() + 2.0**-16 * computed.abs().amax(-1, keepdim=True)
             if not self._note("norm", module, found, computed, bound, quantity=quantity):
                 return
 
     def _mlp(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare what `own` hands to its last linear. Linears are compared by themselves."""
+        """Compare the input of the last linear in `own`. Linears are compared by themselves."""
         x, seen = args[0].to(module.down_proj.weight.dtype), {}
 
         def rounded(linear: nn.Module, args: tuple, output: Tensor) -> Tensor:
@@ -161,6 +163,7 @@ class Values:
         self._note("activation", module, found, seen["product"], bound, quantity="activation, act(gate) * up")
 
     def _sum(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
+        """Compare the sum of a layer's input with the outputs of its attention and its MLP."""
         hidden = args[0].float()
         with self._forward.switched(on=True):  # the parts of the layer follow
             computed = own(hidden, *args[1:], **kwargs)
@@ -168,11 +171,13 @@ class Values:
         self._note("residual sum", module, output, computed, U16 * (2 * computed.abs() + hidden.abs()))
 
     def _embedding(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
+        """Compare rows, which may be scaled."""
         computed = own(*args, **kwargs).float()
         # Rows, the number that they are multiplied by, and the product are BF16
         self._note("embedding", module, output, computed, 3 * U16 * computed.abs())
 
     def _router(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> None:
+        """Compare logits, then the chosen experts, then the gate weights of tokens with the same experts."""
         x_TK = args[0].float().flatten(0, -2)
         with _in_bf16(module) as weights:
             own_TE, own_gates, own_chosen = own(x_TK)
@@ -184,18 +189,21 @@ class Values:
         behind_T = own_TE.gather(-1, own_chosen).amin(-1) - own_TE.gather(-1, chosen.long()).amin(-1)
         if not self._findings.require(bool((behind_T <= 2 * bound_T).all()), self._names[module], "chosen experts"):
             return
-        (sets, order), (own_sets, own_order) = (each.long().sort(-1) for each in (chosen, own_chosen))
-        same_T = (sets == own_sets).all(-1)
+        experts, order = chosen.long().sort(-1)
+        own_experts, own_order = own_chosen.long().sort(-1)
+        same_T = (experts == own_experts).all(-1)
         found, computed = gates.gather(-1, order)[same_T], own_gates.gather(-1, own_order)[same_T]
         bound = computed * (torch.expm1(2 * bound_T[same_T, None]) + 4 * U16)  # of a softmax
         if len(found):
             self._note("router", module, found, computed, bound, quantity="gate weights")
 
     def _experts(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
+        """Compare the experts of a layer, for the engine's choice and gate weights."""
         x, chosen, gates = (*args, *kwargs.values())
         x, gates = (each.to(module.gate_up_proj.dtype) for each in (x, gates))
         in_fp8 = self._names[module] in self._forward.recipe.fp8_experts
-        unit, computed = U8 if in_fp8 else U16, own(x, chosen, gates)
+        unit = U8 if in_fp8 else U16
+        computed = own(x, chosen, gates)
         signs = torch.randint(2, (DRAWS, *x.shape), generator=torch.Generator().manual_seed(0)).to(x) * 2 - 1
         moved = torch.stack([own(x * (1 + unit * sign), chosen, gates) - computed for sign in signs])
         kind = "FP8 experts" if in_fp8 else "experts"
@@ -210,8 +218,9 @@ class Values:
         softcap: float | None,
         found: Tensor,
     ) -> None:
-        """The output head, which gives `found` `[T, V]`. transformers multiplies the product by `scale` and caps it by
-        `softcap`.
+        """Compare logits; the engine's are `found` `[T, V]`.
+
+        transformers multiplies the product by `scale` and caps it by `softcap`.
         """
         with torch.autocast(hidden_TK.device.type, enabled=False):
             x_TK = tokens_of(hidden_TK)
@@ -224,11 +233,11 @@ class Values:
             found_TV = found[:, : len(weight)].float()
         self._findings.values("output head", "lm_head", found_TV, own_TV, bound_T, "logits, scaled and capped")
 
-    def turn(self, name: str, apply: Callable, cos_sin: tuple, states: tuple, turned: tuple) -> None:
-        """q and k `[B, H, T, D]` before and after the engine turned them, by the rotary embedding `name`."""
+    def rotated(self, name: str, apply: Callable, cos_sin: tuple, states: tuple, rotated: tuple) -> None:
+        """Compare q and k `[B, H, T, D]` after the engine's rotary embedding `name`; `states` are those before it."""
         with torch.autocast(cos_sin[0].device.type, enabled=False):
             own = apply(*(state.float() for state in states), *cos_sin)
-        for which, state, found, computed in zip("qk", states, turned, own, strict=True):
+        for which, state, found, computed in zip("qk", states, rotated, own, strict=True):
             # A channel is the sum of two channels times cos and sin. The angles, the products and the sum are rounded
             # to BF16. Only the policy's function knows which two, so the bound is that of any two
             largest = 2 * cos_sin[0].abs().max().item() * state.float().abs().amax(-1, keepdim=True)
@@ -238,14 +247,14 @@ class Values:
 
 @contextmanager
 def _in_bf16(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Inside the block the module's own parameters are the BF16 numbers that the engine was sent, in FP32."""
+    """Replace the module's own parameters, inside the block, by the BF16 numbers that the engine was sent, in FP32."""
     rounded = {name: p.to(torch.bfloat16).float() for name, p in module.named_parameters(recurse=False)}
     with holding(module, rounded):
         yield rounded
 
 
 def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -> Tensor:
-    """`[T]`: root of the summed squares of a token's errors, of `y = x @ W.T` with both operands rounded by `unit`.
+    """Return the bound `[T]` on the norm of a token's errors in `y = x @ W.T` with both operands rounded by `unit`.
 
         |x w - round(x) round(w)|  <=  2 u |x w|          of each of K products
         bound^2  =  sum_NK (2 u x w)^2 + (2 u16 |y|)^2    the second: outputs and partial sums are BF16
@@ -253,17 +262,17 @@ def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -
     The first term takes the largest error of each product, whose mean square is a ninth of it. Rounding therefore
     stays below the bound, and the error of another weight, which is as large as y, does not.
     """
-    x_TK, whole = x_TK.double().abs(), weight_NK.detach()
+    x_TK, weight_NK = x_TK.double().abs(), weight_NK.detach()
     x_TK = (x_TK + SMALL * x_TK.amax(-1, keepdim=True)).square()
-    largest = SMALL * max(whole.max().item(), -whole.min().item())
-    columns_K = torch.zeros(whole.shape[1], dtype=torch.float64, device=whole.device)
-    for rows in whole.split(ROWS):  # no copy of the weight
-        columns_K += (rows.abs().double() + largest).square().sum(0)
+    small = SMALL * max(weight_NK.max().item(), -weight_NK.min().item())
+    columns_K = torch.zeros(weight_NK.shape[1], dtype=torch.float64, device=weight_NK.device)
+    for rows in weight_NK.split(ROWS):  # in FP64, without a copy of the whole weight
+        columns_K += (rows.abs().double() + small).square().sum(0)
     return (4 * unit**2 * (x_TK @ columns_K) + (2 * U16 * own_TN.double().norm(dim=-1)).square()).sqrt()
 
 
 def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
-    """`[T]`, likewise, of experts: two products with a function between them.
+    """Return the bound `[T]` on the norm of a token's errors, for experts: two products with a function between them.
 
     `responses_DTK` says by how much the output changes where each input moves by `u`, up or down by chance, D times.
     Four operands are rounded: input, both weights, and what is between them. Each has an effect like the input's, and
@@ -274,16 +283,17 @@ def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
 
 
 def activation_bound(own: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Return the bound of each output of act(gate) * up, where act and the product are rounded to BF16. Far below 0 a
-    GELU is a difference of FP32 numbers that nearly cancel.
+    """Return the bound of each output of act(gate) * up, where act and the product are rounded to BF16.
+
+    Far below 0 a GELU is a difference of FP32 numbers that nearly cancel, hence the second term.
     """
     return 3 * U16 * own.abs() + 2.0**-20 * (gate * up).abs()
 
 
 def excess_of(found: Tensor, own: Tensor, bound: Tensor) -> float:
-    """An error over its bound; infinite if an output is no number.
+    """Return the ratio of an error to its bound; infinite if an output is not a number.
 
-    A bound of each element gives the largest ratio, a bound `[T]` of each token's norm the root mean square of ratios.
+    For a bound of each element it is the largest ratio, for a bound `[T]` of each token's norm the root mean square.
     """
     error, bound = found.double() - own.double(), bound.double().clamp_min(1e-30)
     if bound.dim() < error.dim():

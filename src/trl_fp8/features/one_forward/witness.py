@@ -28,23 +28,23 @@ from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.names import checkpoint_name
 
 from .between import RotaryCall
-from .one_forward import MLPS, OneForward, is_rotary
+from .one_forward import MLPS, OneForward, is_rotary, mlp_kind
 from .values import U8, U16, Findings, Values, activation_bound
 
 
 POSITIONS = 256  # at which angles are compared
-EPS = "variance_epsilon", "eps"  # what transformers' norms call it
-GATES = torch.linspace(-6, 6, 241)[:, None]
+EPS = "variance_epsilon", "eps"  # attributes of transformers' norms
+GATES = torch.linspace(-6, 6, 241)[:, None]  # inputs of activation functions
 
 
 class Witness:
-    """`findings` on what ran inside of `watching`.
+    """Compares what runs inside of `watching`, and keeps the result in `findings`.
 
     Args:
         model: The policy, in whatever wrappings.
-        hook: Of its attention.
+        hook: On its attention.
         longest: Tokens of the longest sequence of the run.
-        forward: What lets the policy follow the engine; None if it does not.
+        forward: Lets the policy follow the engine; None if it does not.
     """
 
     def __init__(
@@ -62,18 +62,18 @@ class Witness:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Compare what runs in the block, which is without dropout and without gradients."""
+        """Compare what runs in the block, without dropout and without gradients."""
         decoder, training = set(self._hook.base.get_decoder().modules()), self._model.training
         compared: dict[nn.Module, Callable] = {}
         for path, module in self._model.named_modules():
             if module in decoder and not of_adapter(path, self._model):
-                if self._forward is None:  # of one that follows the values show both
-                    compare_eps(self.findings, self._names[module], module, self._kernels)
-                    compare_activation(self.findings, self._names[module], module, self._kernels)
+                if self._forward is None:  # else outputs show it
+                    self._compare_definitions(self._names[module], module)
                 if is_rotary(module):
                     compared[module] = self._rotary
         for module in self._forward.modules.values() if self._forward else ():
-            if (compare := self.values.of(module)) is not None:
+            compare = self.values.of(module)
+            if compare is not None:
                 compared[module] = compare
         with torch.no_grad(), ExitStack() as handles, self._hook.watched(self._attention):
             handles.callback(self._model.train, training)
@@ -84,8 +84,21 @@ class Witness:
                 handles.enter_context(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
             yield
 
+    def _compare_definitions(self, name: str, module: nn.Module) -> None:
+        """Compare the eps of a norm, or the definition of act(gate) * up."""
+        own = next((vars(module)[attribute] for attribute in EPS if attribute in vars(module)), None)
+        engine = None if own is None else self._kernels.eps(name)
+        if engine is not None:
+            self.findings.same(name, "eps", own, engine)
+        if kind := mlp_kind(module):
+            act, up = getattr(module, MLPS[kind][-1]), torch.ones_like(GATES)
+            found, own = self._kernels.definition(name, torch.cat([GATES, up], -1)), act(GATES)
+            if found is not None:
+                bound = activation_bound(own, GATES, up)
+                self.findings.values("activation", name, found, own, bound, "activation, act(gate) * up")
+
     def _call(self, compare: Callable, module: nn.Module, args: tuple, kwargs: dict, output: object) -> object:
-        """After a call of `module`: compare, and return what takes the place of `output`, None to keep it."""
+        """Compare after a call of `module`. Return what takes the place of `output`; None to keep it."""
         if self._forward is None:
             own, follows = type(module), nullcontext()
         elif self._forward.on:
@@ -104,7 +117,7 @@ class Witness:
         options: dict,
         output: Tensor,
     ) -> None:
-        """One layer of attention; see `AttentionHook.watched`."""
+        """Compare one layer of attention; see `AttentionHook.watched`."""
         findings, name, layer = self.findings, self._names[module], module.layer_idx
         scaling, window, softcap = self._kernels.scores(layer)
         own_scaling = options.get("scaling") or states[0].shape[-1] ** -0.5
@@ -115,8 +128,8 @@ class Witness:
             # torch's attention caps nothing, whatever a config says; a policy that follows never calls it
             cap, quantity = None, "soft cap of scores, for which attn_implementation has to be 'eager'"
         findings.same(name, quantity, cap, softcap)
-        if mask is not None and (sees := vars(mask).get("sees")) is not None:
-            compare_window(findings, name, sees, window, self._longest - 1, self._hook.device)
+        if mask is not None and "sees" in vars(mask):
+            compare_window(findings, name, mask.sees, window, self._longest - 1, self._hook.device)
         if self._forward is None:
             return
         with torch.autocast(self._hook.device.type, enabled=False):
@@ -129,40 +142,44 @@ class Witness:
         findings.values("attention", name, output, own, bound, "output of attention")
 
     def _rotary(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
-        """cos and sin at positions of the whole run; returns what turns q and k, and compares that."""
+        """Compare cos and sin at positions of the whole run. Return a call that also compares rotated q and k."""
         x, position_ids, *layer_type = (*args, *kwargs.values())
         positions = torch.linspace(0, self._longest - 1, min(POSITIONS, self._longest), device=x.device).long()
         probe = positions.expand(*position_ids.shape[:-2], 1, len(positions))  # some models count in several ways
-        made = own(x[:1, :1].float(), probe, *layer_type)
-        if isinstance(made, Tensor):  # complex numbers, which no policy that follows has (DeepSeek-V2)
+        angles = own(x[:1, :1].float(), probe, *layer_type)
+        if isinstance(angles, Tensor):  # complex numbers (DeepSeek-V2), in no policy that follows
             return None
-        cos_sin = tuple(part.reshape(-1, len(positions), part.shape[-1])[0] for part in made)
+        cos_sin = tuple(part.reshape(-1, len(positions), part.shape[-1])[0] for part in angles)
         types = getattr(module.config, "layer_types", None) or []
-        layers, agree = {attention.layer_idx: self._names[attention] for attention in self._hook.attention}, True
+        names = {attention.layer_idx: self._names[attention] for attention in self._hook.attention}
+        same = True
         for layer in self._hook.kv_layers:
-            concerned = not layer_type or layer_type[0] is None or types[layer] == layer_type[0]
-            if concerned and (engine := self._kernels.angles(layer, positions)) is not None:
-                agree &= compare_angles(self.findings, layers[layer], positions, cos_sin, engine)
-        if self._forward is None or not agree:  # by other angles q and k are turned otherwise
+            if not layer_type or layer_type[0] is None or types[layer] == layer_type[0]:
+                engine = self._kernels.angles(layer, positions)
+                if engine is not None:
+                    same &= compare_angles(self.findings, names[layer], positions, cos_sin, engine)
+        if self._forward is None or not same:  # with other angles q and k differ, too
             return None
-        turn = WitnessedRotaryCall(output[0], partial(self.values.turn, self._names[module]))
-        return turn, turn
+        call = WitnessedRotaryCall(output[0], partial(self.values.rotated, self._names[module]))
+        return call, call
 
 
 class WitnessedRotaryCall(RotaryCall):
-    """A `RotaryCall` that is compared."""
+    """A `RotaryCall` whose result is compared."""
 
-    def __init__(self, turn: RotaryCall, compare: Callable):
-        self._turn, self._compare = turn, compare
+    def __init__(self, call: RotaryCall, compare: Callable):
+        self._call, self._compare = call, compare
 
     def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        turned = self._turn(apply, query, key)
-        self._compare(apply, self._turn.cos_sin, (query, key), turned)
-        return turned
+        rotated = self._call(apply, query, key)
+        self._compare(apply, self._call.cos_sin, (query, key), rotated)
+        return rotated
 
 
 def compare_window(findings: Findings, name: str, sees: Callable, window: int | None, last: int, device) -> None:
-    """`sees`: see `AttentionHook.watched`; `window`: tokens that the engine's queries see, None: all before them;
+    """Compare which keys a query sees, at the first and last positions and around the edge of the window.
+
+    `sees`: see `AttentionHook.watched`; `window`: tokens that the engine's queries see, None: all before them;
     `last`: the last position of a run.
     """
     key, zero = torch.arange(last + 1, device=device), torch.zeros((), dtype=torch.long, device=device)
@@ -178,36 +195,23 @@ def compare_window(findings: Findings, name: str, sees: Callable, window: int | 
 def compare_angles(
     findings: Findings, name: str, positions: Tensor, own: tuple[Tensor, ...], engine: tuple[Tensor, ...]
 ) -> bool:
-    """cos and sin `[P, angles]`; transformers may have each angle twice, one half after the other or in turns."""
+    """Compare cos and sin `[P, angles]` of both sides. Return whether they are the same.
+
+    transformers may have each angle twice, one half after the other or interleaved.
+    """
     width, angles = own[0].shape[-1], engine[0].shape[-1]
     turned = f"the policy turns {width} of a head, the engine {2 * angles}"
     if not findings.require(width in (angles, 2 * angles), name, f"turned channels ({turned})"):
         return False
-    forms = [slice(None)] if width == angles else [slice(angles), slice(None, None, 2)]
+    orders = [slice(None)] if width == angles else [slice(angles), slice(None, None, 2)]
     # The engine may hold cos and sin in BF16. An angle is its position times an FP32 number, and each side rounds that
     # number and the product
     bound = U16 * engine[0].abs().max().item() + 2.0**-22 * positions[:, None]
-    pairs = list(zip(own, engine, strict=True))
-    errors = [
-        torch.cat([(mine[:, form] - theirs.float()).abs() / bound for mine, theirs in pairs], -1) for form in forms
-    ]
-    error_P = min((error.amax(-1) for error in errors), key=lambda error: error.max().item())
-    wrong = positions[error_P > 1].tolist()
+    best = None
+    for order in orders:
+        errors = [(mine[:, order] - theirs.float()).abs() / bound for mine, theirs in zip(own, engine, strict=True)]
+        error_P = torch.cat(errors, -1).amax(-1)
+        if best is None or error_P.max() < best.max():
+            best = error_P
+    wrong = positions[best > 1].tolist()
     return findings.require(not wrong, name, f"rotary angles (from position {wrong[0] if wrong else None} on)")
-
-
-def compare_eps(findings: Findings, name: str, module: nn.Module, kernels: EngineKernels) -> None:
-    own = next((vars(module)[attribute] for attribute in EPS if attribute in vars(module)), None)
-    if own is not None and (engine := kernels.eps(name)) is not None:
-        findings.same(name, "eps", own, engine)
-
-
-def compare_activation(findings: Findings, name: str, module: nn.Module, kernels: EngineKernels) -> None:
-    for parts in MLPS.values():
-        if all(hasattr(module, part) for part in parts):
-            up = torch.ones_like(GATES)
-            own = getattr(module, parts[-1])(GATES)
-            found = kernels.definition(name, torch.cat([GATES, up], -1))
-            if found is not None:
-                bound = activation_bound(own, GATES, up)
-                findings.values("activation", name, found, own, bound, "activation, act(gate) * up")
