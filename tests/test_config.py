@@ -228,7 +228,7 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
         ),
         (
             {"fp8_backward": "fp8"},
-            ["fp8_backward='fp8' with fp8_forward='off'", "no forward that it would concern", "remove fp8_backward"],
+            ["fp8_backward='fp8' with fp8_forward='off'", "has no effect", "remove fp8_backward"],
         ),
         (
             {"fp8_forward_check": "warn"},

@@ -57,7 +57,7 @@ def test_what_cannot_be_read_back_is_refused_before_an_engine_starts(flags, tmp_
         (
             "glm4_moe",
             {},
-            "fp8_forward='one_forward' with a policy of type 'glm4_moe'.* known of cohere, .*fp8_forward='off'",
+            "fp8_forward='one_forward' with a policy of type 'glm4_moe'.* layers of cohere, .*fp8_forward='off'",
         ),
         ("qwen3_moe", {"fp8_backward": "fp8"}, "fp8_backward='fp8' with FP8 experts .*fp8_ignored_modules"),
     ],

@@ -147,8 +147,8 @@ class OddEmbedding(nn.Embedding):
 @pytest.mark.parametrize(
     "path, odd, message",
     [
-        ("lm_head", OddLinear, "lm_head is a OddLinear, whose own forward would be lost"),
-        ("model.embed_tokens", OddEmbedding, "embedding is a OddEmbedding, of which is not known where"),
+        ("lm_head", OddLinear, "lm_head is a OddLinear, whose forward the engine does not compute"),
+        ("model.embed_tokens", OddEmbedding, "embedding is a OddEmbedding, and where an engine rounds"),
     ],
 )
 def test_modules_that_compute_something_else_are_refused(path, odd, message):

@@ -151,7 +151,7 @@ def test_a_reference_that_a_callback_changes_is_followed(checkpoint, tmp_path):
         scored(trainer, trainer._buffered_inputs[0], trainer.ref_model)
         assert syncs.count(reference) == 4
         trainer.ref_model = copy.deepcopy(trainer.model)
-        with pytest.raises(ValueError, match=r"beta=0.04.*another model.*ref_model\.load_state_dict"):
+        with pytest.raises(ValueError, match=r"beta=0.04.*was replaced.*ref_model\.load_state_dict"):
             scored(trainer, trainer._buffered_inputs[0], trainer.ref_model)
 
 

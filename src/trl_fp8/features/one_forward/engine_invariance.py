@@ -95,8 +95,8 @@ class Invariance:
         if found:
             raise ValueError(
                 "fp8_forward='one_forward' computes with the engine's kernels, bit for bit, but vllm_engine_kwargs "
-                f"lets the engine run others: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove these "
-                "from vllm_engine_kwargs, or set fp8_forward='off'."
+                f"chooses others for the engine: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove "
+                "these from vllm_engine_kwargs, or set fp8_forward='off'."
             )
 
 
@@ -140,7 +140,7 @@ def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], 
     if compiled:
         raise ValueError(
             f"fp8_forward='one_forward' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
-            f"{compiled}, so that the trainer cannot have the engine's bits. Set fp8_forward='off'."
+            f"{compiled}, so the trainer cannot get the same bits. Set fp8_forward='off'."
         )
     if flash_attention != 3:
         major, minor = capability
@@ -161,7 +161,7 @@ def require_invariant_routers(model: nn.Module) -> None:
                 found.append(f"{name} ({', '.join(allowed)})")
     if found:
         raise ValueError(
-            "fp8_forward='one_forward': routers of the engine take a kernel by the number of tokens: "
+            "fp8_forward='one_forward': routers of the engine choose a kernel by the number of tokens: "
             f"{listed(found, 4)}. A token could go to other experts in another batch. Set fp8_forward='off'."
         )
 
@@ -184,7 +184,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: i
     if variance_size is not None:
         raise ValueError(
             f"fp8_forward='one_forward': the engine normalizes by the variance of {variance_size} columns in this "
-            "model, which has no kernel that gives a row the same bits in every batch. Set fp8_forward='off'."
+            "model, and no kernel for that gives a row the same bits in every batch. Set fp8_forward='off'."
         )
     return getattr(torch.ops.vllm, OPERATOR)(x, weight, epsilon)
 

@@ -121,7 +121,7 @@ def packed_attention(
     Args:
         engine: Called without gradients. Returns the output, lse `[H, N]` and q, k, v as it rounded them, or the very
             tensors if it rounded none.
-        starts: int32 `[R + 1]`, the first token of each sequence and N; no sequence is empty.
+        starts: int32 `[R + 1]`, the first token of each sequence, and N.
         longest: Tokens of the longest sequence.
         scaling: Multiplier applied to the scores.
         window: Tokens that a query sees, itself included; None: all before it.
@@ -199,7 +199,9 @@ def plain_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of q, k and v, at least in FP32, with about `scores` scores in memory at a time."""
     dtype = torch.promote_types(gradient_NHD.dtype, torch.float32)
-    rows_N, sequences = _rows_when_padded(starts, longest, len(gradient_NHD)), len(starts) - 1
+    sequence_N, position_N = _token_places(starts, len(gradient_NHD))
+    rows_N = sequence_N * longest + position_N  # among `[R * longest]`
+    sequences = len(starts) - 1
     heads, groups = rounded[0].shape[1], rounded[1].shape[1]
 
     def padded(packed: Tensor, fill: float = 0.0) -> Tensor:
@@ -250,12 +252,6 @@ def sinks_gradient(sinks_H: Tensor, lse_HN: Tensor, output_NHD: Tensor, gradient
 def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:
     """Return the product `[R, G, M, C, y]`, computed as one matrix for all M heads of a group."""
     return (left_RGMCx.flatten(2, 3) @ right_RGxy).unflatten(2, left_RGMCx.shape[2:4])
-
-
-def _rows_when_padded(starts: Tensor, longest: int, tokens: int) -> Tensor:
-    """Return the row of each token among `[R * longest]`."""
-    sequence_N, position_N = _token_places(starts, tokens)
-    return sequence_N * longest + position_N
 
 
 def _token_places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class BackwardPrecision:
     def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
         """Return Q(W) `[N, K]` of one weight, or of each that the engine fuses: the bytes that a sync sends."""
         # A weight that is not finite gives non-finite scales here; the sync refuses it by name
-        return quantize_fused([one.detach().to(torch.bfloat16) for one in weights], self.format, self.scale_format)
+        return quantize_fused([weight.detach().bfloat16() for weight in weights], self.format, self.scale_format)
 
     @torch.no_grad()
     def quantize_for_backward(self, values: Tensor) -> Float8Tensor:

@@ -106,8 +106,8 @@ class ReferenceWeights:
             self._part.seal = None
             raise RuntimeError(
                 f"beta > 0: {len(broken)} tensors of the reference have changed since they were written: "
-                f"{listed(broken, 12)}. Something wrote to memory that is not its own, so that the KL penalty would "
-                "be that from another model. The next pass writes the reference anew."
+                f"{listed(broken, 12)}. Something wrote to their memory, so the KL penalty would be that from another "
+                "model. The next pass writes the reference again."
             )
         return True
 
@@ -139,8 +139,8 @@ class FollowedReference:
         model = self._trainer.ref_model
         if model is not None and transformers_model(model) is not self._model:
             raise ValueError(
-                f"beta={self._trainer.args.beta} with fp8_forward='one_forward': trainer.ref_model is another model "
-                "than the one that calls the engine's kernels. Copy its weights into that one instead: "
+                f"beta={self._trainer.args.beta} with fp8_forward='one_forward': trainer.ref_model was replaced, and "
+                "only the original one calls the engine's kernels. Copy the weights into that one instead: "
                 "trainer.ref_model.load_state_dict(model.state_dict())."
             )
         with self._weights.in_engine(), self.forward.switched(on=True), scored_by(followed_head(self.forward)):

@@ -69,16 +69,16 @@ class Following(Feature):
         trainer = self.trainer
         if not numerics.kernels:
             raise RuntimeError(
-                f"fp8_forward={trainer.args.fp8_forward!r} calls the engine's FP8 kernels: expected are those of "
+                f"fp8_forward={trainer.args.fp8_forward!r}: expected FP8 kernels for "
                 f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
-                "experts, found is none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from "
-                "vllm_engine_kwargs, or set fp8_forward='off'."
+                "experts in the engine, found none (by the names of vLLM 0.31). Remove linear_backend and moe_backend "
+                "from vllm_engine_kwargs, or set fp8_forward='off'."
             )
         if numerics.linears is not None and numerics.linears.scope == "tensor":
             raise RuntimeError(
                 f"fp8_forward={trainer.args.fp8_forward!r}: the engine's kernels {sorted(numerics.kernels)} quantize "
-                "activations with one scale per batch, so that a token's depends on the others. Remove linear_backend "
-                "from vllm_engine_kwargs, or set fp8_forward='off'."
+                "activations with one scale per batch, so a token's output depends on the other tokens. Remove "
+                "linear_backend from vllm_engine_kwargs, or set fp8_forward='off'."
             )
         self._bound = self.in_engine.mismatch_bound
         backward = BackwardPrecision(
@@ -158,9 +158,9 @@ class Following(Feature):
         if mismatch > self._bound or broken > 0:  # broken: the trainer's log-prob is not a number
             text = (
                 "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
-                f"{mismatch:.2g}, where trainer and engine share kernels that leave at most {self._bound:g} (a policy "
-                f"of type {self.trainer.recipe.model_type!r}). {self._first_difference(batch)} Set fp8_forward='off' "
-                "(rollout correction works without it), or fp8_forward_check='warn' to go on as it is."
+                f"{mismatch:.2g}. Shared kernels leave at most {self._bound:g} (a policy of type "
+                f"{self.trainer.recipe.model_type!r}). {self._first_difference(batch)} Set fp8_forward='off' (rollout "
+                "correction works without it), or fp8_forward_check='warn' to go on."
             )
             if args.fp8_forward_check == "error":
                 raise RuntimeError(text)
@@ -178,8 +178,8 @@ class Following(Feature):
         else:
             cause, remedy = type(self.trainer).__name__, ""
         logger.warning(
-            f"fp8_forward={args.fp8_forward!r} with {cause}: the trainer never compares log-probs with those of the "
-            f"rollouts, so that nothing shows whether the two share a forward.{remedy}"
+            f"fp8_forward={args.fp8_forward!r} with {cause}: the trainer never compares its log-probs with those of "
+            f"the rollouts, so nothing shows whether both share a forward.{remedy}"
         )
 
     def _adapters_add(self) -> bool:
@@ -203,12 +203,12 @@ class Following(Feature):
             return f"First to differ, when both compute one of the rollouts, is {difference}."
         if not comparison.layers:
             return (
-                "The engine is compiled, so that its layers cannot be watched: with vllm_engine_kwargs="
-                "{'enforce_eager': True} this names the first one that differs."
+                "The engine is compiled, so its layers cannot be watched. With vllm_engine_kwargs="
+                "{'enforce_eager': True} this message names the first layer that differs."
             )
         return (
-            f"When both compute one of the rollouts, all {comparison.layers} linear layers agree: what differs is the "
-            "output head, or what the engine does for few tokens at a time, when it decodes."
+            f"When both compute one of the rollouts, all {comparison.layers} linear layers agree. The difference is "
+            "in the output head, or in how the engine decodes few tokens at a time."
         )
 
 

@@ -97,31 +97,30 @@ class ForwardFlags(FlagGroup):
                 value = getattr(self, name)
                 if value != KNOWN[name][0]:
                     raise ValueError(
-                        f"{name}={value!r} with fp8_forward='off': there is no forward that it would concern. "
-                        f"Set fp8_forward='one_forward', or remove {name}."
+                        f"{name}={value!r} with fp8_forward='off' has no effect. Set fp8_forward='one_forward', or "
+                        f"remove {name}."
                     )
             return
         if not self.fp8_weights:
             raise ValueError(
-                f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the trainer would compute in FP8 what the "
-                "engine does not, and add mismatch instead of removing it. Set fp8_weights=True or fp8_forward='off'."
+                f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the engine computes in BF16, so a trainer "
+                "in FP8 would add mismatch. Set fp8_weights=True or fp8_forward='off'."
             )
         if self.vllm_tensor_parallel_size > 1:
             raise ValueError(
                 f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size} with fp8_forward={self.fp8_forward!r}: "
-                "the trainer computes with the engine's own tensors, of which each of its ranks would have a part. "
+                "the trainer computes with the engine's own tensors, and each rank of this engine holds only a part. "
                 "Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
             )
         if self.fp16:
             raise ValueError(
-                f"fp8_forward={self.fp8_forward!r} with fp16=True: the trainer shares the engine's activations, which "
-                "are BF16. Set bf16=True, or fp8_forward='off' (FP16 training with FP8 rollouts works)."
+                f"fp8_forward={self.fp8_forward!r} with fp16=True: the engine's activations are BF16. Set bf16=True, "
+                "or fp8_forward='off' (FP16 training with FP8 rollouts works)."
             )
         if getattr(self, "simulate_kv_cache", None) is False:
             raise ValueError(
-                f"simulate_kv_cache=False with fp8_forward={self.fp8_forward!r}: the engine's forward reads k and v "
-                "from its KV cache, and the trainer runs that forward. Remove simulate_kv_cache, or set "
-                "fp8_forward='off'."
+                f"simulate_kv_cache=False with fp8_forward={self.fp8_forward!r}: the trainer runs the engine's "
+                "forward, which reads k and v from its KV cache. Remove simulate_kv_cache, or set fp8_forward='off'."
             )
         # These replace parts of the policy's forward, too. transformers takes a compile backend or mode alone as
         # torch_compile=True. A compiler builds the kernels of the loss's forward anew, and the comparison with the
@@ -134,21 +133,21 @@ class ForwardFlags(FlagGroup):
         for name, is_set in replaces_forward.items():
             if is_set:
                 raise ValueError(
-                    f"{name}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward, which "
-                    f"would not be the engine's any more. Remove {name}, or set fp8_forward='off'."
+                    f"{name}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward. Remove "
+                    f"{name}, or set fp8_forward='off'."
                 )
         if self.fp8_gemm_backend == "fake_quant":
             return
         if self.fp8_backward != "fp8":
             raise ValueError(
-                f"fp8_gemm_backend={self.fp8_gemm_backend!r} with fp8_backward={self.fp8_backward!r}: it computes the "
-                "GEMMs of an FP8 backward. Set fp8_backward='fp8', or remove fp8_gemm_backend."
+                f"fp8_gemm_backend={self.fp8_gemm_backend!r} with fp8_backward={self.fp8_backward!r} has no effect. "
+                "Set fp8_backward='fp8', or remove fp8_gemm_backend."
             )
         backends = format_named(self.fp8_weight_format).gemm_backends
         if self.fp8_gemm_backend not in backends:
             raise ValueError(
                 f"fp8_gemm_backend={self.fp8_gemm_backend!r} with fp8_weight_format={self.fp8_weight_format!r}: it "
-                f"multiplies other blocks. Use one of {list(backends)}, or fp8_weight_format='blocks'."
+                f"cannot multiply these weights. Use one of {list(backends)}, or fp8_weight_format='blocks'."
             )
 
 
@@ -163,13 +162,13 @@ def require_followed(outline: Outline) -> None:
         )
     if not family_of(outline.model_type).followed:
         raise ValueError(
-            f"{policy}: which operations of its layers an engine computes is known of "
-            f"{', '.join(types_with('followed'))}. Set fp8_forward='off'."
+            f"{policy}: only the layers of {', '.join(types_with('followed'))} are known to compute the engine's "
+            "operations. Set fp8_forward='off'."
         )
     if outline.config_type != outline.model_type:
         raise ValueError(
-            f"fp8_forward='one_forward' with a {outline.class_name}: text models are known, and not what images do to "
-            "masks and positions. Set fp8_forward='off'."
+            f"fp8_forward='one_forward' with a {outline.class_name}: masks and positions of images are not known, "
+            "only those of text models. Set fp8_forward='off'."
         )
 
 

@@ -61,8 +61,8 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
     # PATCHES has transformers' own file for each known type. A class from another file may compute anything
     if f"{type(base).__module__}.{APPLY_ROTARY}" not in PATCHES:
         raise ValueError(
-            f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: which operations "
-            "of its layers an engine computes is known of transformers' own classes. Set fp8_forward='off'."
+            f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: only transformers' "
+            "own classes are known to compute the engine's operations. Set fp8_forward='off'."
         )
     if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
         raise ValueError(
@@ -80,14 +80,14 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
         elif isinstance(module, nn.Dropout) and module.p and not of_adapter(name, model):
             raise ValueError(
                 f"fp8_forward='one_forward': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
-                "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
-                "0.0}), or set fp8_forward='off'."
+                "nothing. Load the model without dropout (Phi-3: model_init_kwargs={'resid_pdrop': 0.0}), or set "
+                "fp8_forward='off'."
             )
         elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
             if not isinstance(module, HoldsCodes):
                 raise ValueError(
-                    f"fp8_forward='one_forward': {checkpoint_name(name)} is a {type(module).__name__}, whose own "
-                    "forward would be lost. Set fp8_forward='off'."
+                    f"fp8_forward='one_forward': {checkpoint_name(name)} is a {type(module).__name__}, whose forward "
+                    "the engine does not compute. Set fp8_forward='off'."
                 )
 
 
@@ -111,8 +111,8 @@ def require_sums(model: nn.Module) -> None:
     if found:
         raise ValueError(
             "fp8_forward='one_forward' with adapters that are not plain LoRA on linear layers, experts or routers: "
-            f"{listed(found, 3)}. The engine holds them merged, and only of a sum is the gradient known without what "
-            "the base alone computes. Use LoRA on these, without variants such as use_dora, or set fp8_forward='off'."
+            f"{listed(found, 3)}. Their gradients need the output of the base alone, which the engine never computes. "
+            "Use LoRA on these, without variants such as use_dora, or set fp8_forward='off'."
         )
 
 
@@ -283,6 +283,6 @@ def followed_embedding(module: nn.Embedding) -> type:
     if type(module).__name__.endswith("ScaledWordEmbedding"):
         return FollowedScaledEmbedding
     raise ValueError(
-        f"fp8_forward='one_forward': the model's embedding is a {type(module).__name__}, of which is not known where "
-        "an engine rounds. Set fp8_forward='off'."
+        f"fp8_forward='one_forward': the model's embedding is a {type(module).__name__}, and where an engine rounds "
+        "its output is not known. Set fp8_forward='off'."
     )

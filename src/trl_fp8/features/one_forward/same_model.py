@@ -82,15 +82,15 @@ class SameModel(Feature):
         kind = self.trainer.recipe.model_type
         if not follows:
             logger.warning(
-                f"the engine computes another model than the policy, of type {kind!r}:\n  {named}\nRollouts will not "
-                "be the policy's own, as mismatch/* will show. Train a model that both compute alike."
+                f"The engine computes a different model than the policy (type {kind!r}):\n  {named}\nRollouts will "
+                "not be the policy's own, as mismatch/* will show. Train a model that both compute the same way."
             )
             return
         text = (
-            f"fp8_forward='one_forward', but the engine computes another model than the policy, of type {kind!r}. "
-            f"First to differ, on the same inputs:\n  {named}\nThe trainer would follow the engine's model, with no "
-            "mismatch to show it. Set fp8_forward='off' (rollouts will still be those of another model), or "
-            "fp8_forward_check='warn' to go on as it is."
+            f"fp8_forward='one_forward': the engine computes a different model than the policy (type {kind!r}). First "
+            f"differences, on the same inputs:\n  {named}\nThe trainer would follow the engine's model, with no "
+            "mismatch to show it. Set fp8_forward='off' (rollouts will still be those of a different model), or "
+            "fp8_forward_check='warn' to go on."
         )
         if self.trainer.args.fp8_forward_check == "error":
             raise RuntimeError(text)
