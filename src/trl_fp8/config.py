@@ -13,7 +13,7 @@ from trl import GRPOConfig
 from .features import registrations
 from .recipe.recipe import FP8Recipe, recipe_for_model
 from .run.engine_flags import EngineFlags, WeightFlags
-from .run.flag import FlagGroup
+from .run.feature import FlagGroup
 
 
 def groups_for(trl_config: type) -> tuple[type[FlagGroup], ...]:

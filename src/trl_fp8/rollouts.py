@@ -29,10 +29,10 @@ from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, make_lists, require_countable_experts
 from .recipe.from_model import outline_of
 from .recipe.recipe import FP8Recipe
-from .run.batch import Batch, Rollouts
+from .run.batch import Batch, Metric, Rollouts
 from .run.checkpoints import checkpoint_to_resume, require_ranks
 from .run.facts import trainer_precision
-from .run.feature import Feature, inside
+from .run.feature import Construction, Feature, inside
 from .run.folder_lock import lock_folder
 from .run.launch import (
     check_launch,
@@ -51,9 +51,7 @@ from .run.launch import (
 )
 from .run.lines import slow_step
 from .run.locations import require_model
-from .run.metric import Metric
 from .run.progress import FP8ProgressCallback
-from .run.registration import Construction
 from .run.saving import Saving
 from .run.syncs import Syncs
 from .sync.policy_checks import require_servable
@@ -76,7 +74,7 @@ class FP8Rollouts(Saving):
     plan: Plan | None = None  # its summary is printed at the start; None likewise
     features: tuple[Feature, ...] = ()  # what takes part in a step, in the order of their hooks
     context: int = 0  # tokens of a sequence in the engine; 0: not known
-    kept: dict[str, Any]  # by folder: what registrations keep until their features are made
+    handover: dict[str, Any]  # by folder: what registrations leave to their features
 
     # What GRPO has and TRL's other trainers lack; GRPO's own values hide these
     tools = environments = environment_factories = rollout_func = None
@@ -115,27 +113,29 @@ class FP8Rollouts(Saving):
                 require_ranks(checkpoint, args.world_size)
             require_output(args, 0, 0)  # transformers makes the folder, with an error that names no flag
         trls = sys.modules[self.trls().__module__]  # where it looks up its engine, and how a model is loaded
-        making = Construction(args, {"model": model, **given}, trls.create_model_from_path)
+        construction = Construction(args, {"model": model, **given}, trls.create_model_from_path)
         if not isinstance(model, str):
             in_high_precision(model)
-        self.kept = making.kept
+        self.handover = construction.handover
         # The last one first: what a later feature put on a given policy lies over what an earlier one did
-        with inside(registration.construct(making) for registration in reversed(registrations())):
+        with inside(registration.construct(construction) for registration in reversed(registrations())):
             if args.own_engine:
                 loading = args.model_init_kwargs or {}
-                require_no_qlora(making.given.get("quantization_config") or loading.get("quantization_config"))
-            if isinstance(model, str) and making.dequantizes:
-                self._dequantize(making)
+                quantization = construction.trainer_kwargs.get("quantization_config")
+                require_no_qlora(quantization or loading.get("quantization_config"))
+            if isinstance(model, str) and construction.dequantizes:
+                self._dequantize(construction)
             generation = substituted(trls, "VLLMGeneration", self._make_generation)
-            with without_noise(), generation, substituted(trls, "create_model_from_path", making.create_model):
-                super().__init__(args=args, **making.given)
+            with without_noise(), generation, substituted(trls, "create_model_from_path", construction.create_model):
+                super().__init__(args=args, **construction.trainer_kwargs)
         in_high_precision(self.model)
         make_lists(self.processing_class)
         callbacks = given.get("callbacks") or ()
         self._choose_progress([one if isinstance(one, type) else type(one) for one in callbacks])
         self._make_features()
         for feature in self.features:
-            self.add_callback(feature)
+            if isinstance(feature, TrainerCallback):
+                self.add_callback(feature)
 
     @classmethod
     def trls(cls) -> type:
@@ -143,13 +143,13 @@ class FP8Rollouts(Saving):
         return next(base for base in cls.__mro__ if _BaseTrainer in base.__bases__)
 
     @staticmethod
-    def _dequantize(making: Construction) -> None:
+    def _dequantize(construction: Construction) -> None:
         """Have transformers dequantize a checkpoint that is stored in FP8 or MXFP4."""
-        loading = making.args.model_init_kwargs or {}
-        if making.given.get("quantization_config") is None and "quantization_config" not in loading:
-            trusted = loading.get("trust_remote_code", making.args.trust_remote_code)
-            stored = dequantizing_config(making.given["model"], loading.get("revision"), trusted)
-            making.given["quantization_config"] = stored
+        loading = construction.args.model_init_kwargs or {}
+        if construction.trainer_kwargs.get("quantization_config") is None and "quantization_config" not in loading:
+            trusted = loading.get("trust_remote_code", construction.args.trust_remote_code)
+            stored = dequantizing_config(construction.trainer_kwargs["model"], loading.get("revision"), trusted)
+            construction.trainer_kwargs["quantization_config"] = stored
 
     def feature(self, kind: type[AnyFeature]) -> AnyFeature | None:
         """The run's feature of a kind, None if it does without."""

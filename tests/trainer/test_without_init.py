@@ -6,7 +6,7 @@ import pytest
 from trl import GRPOTrainer
 
 from trl_fp8 import FP8GRPOTrainer
-from trl_fp8.run.metric import mean_of
+from trl_fp8.run.batch import mean_of
 
 
 def bare() -> FP8GRPOTrainer:

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 
 from trl_fp8.export.file_checksums import free_folder, verify_export
 from trl_fp8.quantization.formats import FORMATS, SCALE_FORMATS
-from trl_fp8.run.registration import Command
+from trl_fp8.run.feature import Command
 
 
 def _add_export_arguments(parser: ArgumentParser) -> None:

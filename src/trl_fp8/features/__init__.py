@@ -8,7 +8,7 @@ head takes the place of one forward's.
 from functools import cache
 from importlib import import_module
 
-from trl_fp8.run.registration import Registration
+from trl_fp8.run.feature import Registration
 
 
 FOLDERS = (

@@ -1,18 +1,27 @@
-"""The records of one generation, and the names that TRL's batch has for its tensors.
+"""The records of one generation: rollouts, TRL's batch of tensors, its log-ratios, and metrics that merge.
 
 TRL's `_generate_and_score_completions` returns a dictionary of tensors, which its loss reads. Features add keys of
 their own. TRL shuffles and splits a batch by sequence, so each of their tensors has a row for each sequence.
 
+Correction and mismatch are both computed from the log-ratios
+
+    log r_t = log pi_trainer(t) - log pi_rollout(t)        r > 1: the trainer likes the token more than the engine did
+
+A token is *scored* if both sides gave it a usable log-prob. An unscored token has log r = 0 (no correction) and is
+counted, so that it is neither a NaN in the loss nor a silent zero in an average. Bounds are of r, never of 1/r.
+
 Shape letters: B sequences, P prompt columns, T completion columns.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import add
 
 import torch
-
-from .log_ratio import LogRatio, log_ratio
-from .metric import Metric
 
 
 # TRL's keys, as of 1.16
@@ -24,6 +33,128 @@ TRAINER_LOGPS = "old_per_token_logps"  # [B, T]: absent where TRL runs no old-lo
 ROLLOUT_LOGPS = "sampling_per_token_logps"  # [B, T]: the engine's; absent without importance sampling correction
 LOSS_WEIGHTS = "importance_sampling_ratio"  # [B, T] or [B, 1]: factors of the loss
 LOSS_TOKENS = "num_items_in_batch"  # 0-d: tokens that the loss averages over, on all ranks
+
+# exp(20) = 4.9e8 is no ratio of two trained models. The bound keeps sums of squares finite (exp(40) = 2.4e17).
+LOG_RATIO_BOUND = 20.0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric on the host and of all ranks, of one batch, that can be merged with that of another batch.
+
+    A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of
+    few tokens as much say as one of many. So a metric keeps the numbers that it is computed from, its parts: two
+    metrics merge part by part, and the value is computed when it is logged.
+    """
+
+    parts: tuple[float, ...]
+    merge: Callable[[float, float], float]  # of the same part of two batches
+    formula: Callable[..., float]  # of the parts; NaN if nothing was measured
+
+    def __or__(self, other: Metric) -> Metric:
+        """Return the metric of both batches."""
+        return Metric(tuple(map(self.merge, self.parts, other.parts)), self.merge, self.formula)
+
+    @property
+    def value(self) -> float:
+        return self.formula(*self.parts)
+
+
+def quotient(numerator: float, denominator: float) -> float:
+    """Return the quotient, NaN if the denominator is 0."""
+    return numerator / denominator if denominator else math.nan
+
+
+def mean_of(total: float, count: float = 1.0) -> Metric:
+    """Return a mean, weighted by what `count` counts. NaN over nothing."""
+    return Metric((total, count), add, quotient)
+
+
+def highest(value: float) -> Metric:
+    """Return a maximum; -inf is that of nothing, and reads as NaN."""
+    return Metric((value,), max, _measured)
+
+
+def lowest(value: float) -> Metric:
+    """Return a minimum; inf is that of nothing, and reads as NaN."""
+    return Metric((value,), min, _measured)
+
+
+def effective_sample_size(total: float, squares: float, count: float) -> Metric:
+    """Return (sum w)^2 / (n sum w^2) of n weights: 0 if all of them are 0, NaN if there is none."""
+    return Metric((total, squares, count), add, _effective_share)
+
+
+def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the values by name."""
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def _measured(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
+
+
+def _effective_share(total: float, squares: float, count: float) -> float:
+    if squares:
+        return total**2 / (count * squares)
+    return 0.0 if count else math.nan
+
+
+@dataclass(frozen=True)
+class LogRatio:
+    """Per-token log-ratios of a batch, without gradient."""
+
+    values_BT: torch.Tensor  # log r clamped to +-LOG_RATIO_BOUND; 0 where not scored; fp32, or fp64 if an input is
+    mask_BT: torch.Tensor  # bool: the tokens that are trained on, before any rejection
+    scored_BT: torch.Tensor  # bool: trained on and both log-probs usable
+    missing_BT: torch.Tensor  # bool: trained on, but the rollout log-prob is NaN or infinite
+    broken_BT: torch.Tensor  # bool: the rollout log-prob is fine, but the trainer's is NaN or +inf
+    clamped_BT: torch.Tensor  # bool: scored, and |log r| was beyond the bound
+    trainer_BT: torch.Tensor  # unchanged log-probs of the trainer, in the dtype of `values_BT`
+    rollout_BT: torch.Tensor  # unchanged log-probs of the engine, likewise
+
+    @property
+    def has_evidence_B1(self) -> torch.Tensor:
+        return self.scored_BT.any(dim=-1, keepdim=True)
+
+    def mean_over_sequence_B1(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the scored tokens of each sequence, of values that are 0 elsewhere; 0 over nothing."""
+        return values_BT.sum(dim=-1, keepdim=True) / self.scored_BT.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> LogRatio:
+    """Compare the log-probs that trainer and engine gave to the same sampled tokens.
+
+    Args:
+        trainer_logps_BT: -inf is a ratio of (nearly) zero; NaN and +inf are failures of the forward, left unscored.
+        rollout_logps_BT: What is not finite counts as missing: a sampled token cannot have probability zero.
+        mask_BT: Nonzero at the tokens that are trained on. What the log-probs hold elsewhere does not matter.
+    """
+    shapes = [tuple(x.shape) for x in (trainer_logps_BT, rollout_logps_BT, mask_BT)]
+    if len(shapes[0]) != 2 or len(set(shapes)) != 1:
+        raise ValueError(
+            f"trainer_logps, rollout_logps and mask have shapes {shapes[0]}, {shapes[1]} and {shapes[2]}: a ratio "
+            "needs one log-prob from each side for every token. Pass three tensors of the same shape [B, T]."
+        )
+    dtype = torch.promote_types(torch.promote_types(trainer_logps_BT.dtype, rollout_logps_BT.dtype), torch.float32)
+    trainer = trainer_logps_BT.detach().to(dtype)
+    rollout = rollout_logps_BT.detach().to(dtype)
+    mask = mask_BT.bool()
+
+    missing = mask & ~torch.isfinite(rollout)
+    scored = mask & ~missing & (trainer < torch.inf)  # False for NaN and +inf, True for -inf
+    difference = torch.where(scored, trainer - rollout, 0.0)
+    values = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return LogRatio(
+        values_BT=values,
+        mask_BT=mask,
+        scored_BT=scored,
+        missing_BT=missing,
+        broken_BT=mask & ~missing & ~scored,
+        clamped_BT=difference != values,
+        trainer_BT=trainer,
+        rollout_BT=rollout,
+    )
 
 
 @dataclass

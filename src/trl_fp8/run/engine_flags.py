@@ -6,7 +6,7 @@ from typing import Any
 
 from trl_fp8.quantization.formats import BLOCKS, FORMATS, check_scale_format, format_named
 
-from .flag import FlagGroup, flag
+from .feature import FlagGroup, flag
 
 
 # What the trainer sets itself when it starts vLLM (the first line is TRL's own list)

@@ -1,27 +1,106 @@
-"""Features: optional parts of a step, objects with hooks that the trainer calls.
+"""A feature: its flags, its hooks in a step, and the registration that makes both known.
+
+    REGISTRATION = Registration(flags=..., features=...)     in features/NAME/__init__.py, and a line in features/
+    class NameFlags(FlagGroup)                               mixed into the config
+    class Name(Feature)                                      made for each run that its flags ask for
+
+This module imports no torch, because the console script reads registrations before anything heavy is imported.
 
 `mask` is TRL's attention mask `[B, S]`, of which the last `logits_to_keep` columns are scored.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from transformers import TrainerCallback
-
-from trl_fp8.engine.kernels import EngineKernels
-from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.policy.head import Logits
-
-from .batch import Batch, Rollouts
+from trl_fp8.recipe.outline import Outline
 
 
-class Feature(TrainerCallback):
+if TYPE_CHECKING:
+    import torch
+
+    from trl_fp8.engine.kernels import EngineKernels
+    from trl_fp8.engine.protocol import EngineNumerics
+    from trl_fp8.policy.head import Logits
+
+    from .batch import Batch, Rollouts
+
+
+def flag(default: Any, text: str) -> Any:
+    """Return a dataclass field; `text` is the flag's only description: in --help and in docs/configuration.md."""
+    return field(default=default, metadata={"help": text})
+
+
+class FlagGroup:
+    """Base of the dataclasses that an FP8 config is made of: one for weights, one for the engine, one for a feature.
+
+    The config calls each method of all its groups (config.py), as `Group.method(config)`: `self` is the whole config,
+    TRL's fields included. Each method does nothing by itself.
+    """
+
+    AS_JSON: ClassVar[tuple[str, ...]] = ()  # flags that a command line gives as JSON
+    FP8: ClassVar[dict[str, Any]] = {}  # flags that make something FP8 -> the value that does not
+    SAVING: ClassVar[dict[str, Any]] = {}  # flags with which a policy with adapters needs less memory
+
+    # Facts of the whole config. One group decides each, by a property of this name; others and the core read it
+    policy_calls_engine: ClassVar[bool] = False  # the policy's forward calls the engine's kernels
+    base_in_engine: ClassVar[bool] = False  # the frozen base of a policy with adapters is in the engine alone
+    replaces_correction: ClassVar[bool] = False  # TRL's correction is replaced even if nothing is FP8
+    followed_sampling: ClassVar[frozenset[str]] = frozenset()  # sampling settings that the trainer's log-probs follow
+
+    def resolve(self) -> None:
+        """Fill in defaults, before TRL's own `__post_init__`. Raise `ValueError` for an unknown value."""
+
+    def check(self) -> None:
+        """Raise `ValueError` for flags that contradict each other, after TRL's own `__post_init__`."""
+
+    def wants_engine(self) -> bool:
+        """Return whether these flags need this project's engine even if nothing is FP8."""
+        return False
+
+    def recipe_fields(self) -> dict[str, Any]:
+        """Return the arguments of `recipe.recipe.recipe_for_model` that these flags decide."""
+        return {}
+
+    def check_model(self, outline: Outline) -> None:
+        """Raise `ValueError` for a model that cannot be trained with these flags, as far as its outline shows it."""
+
+    def in_one_piece(self) -> bool:
+        """Return whether these flags rule out tensor parallelism."""
+        return False
+
+    def memory_changes(self, setup: Any, outline: Outline, recipe: Any) -> dict[str, float]:
+        """Return the bytes that these flags add to parts of a trainer's memory (`planning.trainer_memory`)."""
+        return {}
+
+    def risks(self, outline: Outline, recipe: Any) -> list[Any]:
+        """Return what a plan warns of (`planning.risks.Risk`)."""
+        return []
+
+    def check_adapters(self, model: Any) -> None:
+        """Raise `ValueError` for flags that contradict TRL's `ModelConfig`, its flags of a model and its adapters."""
+
+    def against_base(self, model: Any) -> str | None:
+        """Return a sentence on the flag, of these or of TRL's `ModelConfig`, that rules out adapters on an FP8 base;
+        None if none does.
+        """
+        return None
+
+    def trls_default(self, name: str) -> Any:
+        """Return the default of TRL's own config."""
+        trl_config = next(c for c in type(self).__mro__ if not issubclass(c, FlagGroup) and hasattr(c, name))
+        return getattr(trl_config, name)
+
+
+class Feature:
     """Base of all features, whose hooks do nothing. They stand in the order in which a step comes to them.
 
-    The trainer calls a hook of all features in the order of features/__init__.py. A feature is a callback of the
-    trainer, too.
+    The trainer calls a hook of all features in the order of features/__init__.py. A feature that is a
+    `TrainerCallback`, too, becomes a callback of the trainer.
     """
 
     keeps_log: bool = False  # `trl-fp8 report` can be asked about the run
@@ -30,30 +109,30 @@ class Feature(TrainerCallback):
         self.trainer = trainer  # the `FP8Rollouts` whose step this feature takes part in
 
     def engine_part(self) -> Any:
-        """The `EnginePart` that the engine gets for this feature, or None; asked once, before the engine starts."""
+        """Return the `EnginePart` that the engine gets for this feature, or None. Called once, before its start."""
         return None
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        """The engine can say how it computes, and be called."""
+        """Use the engine, which can say how it computes, and be called."""
 
     def before_generation(self, prompts: list) -> None:
-        """TRL is about to generate; nothing is tokenized yet."""
+        """Prepare a generation; nothing is tokenized yet."""
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
-        """Before each call of the engine, and before the sync that it may need."""
+        """Prepare a call of the engine, and the sync that it may need."""
 
     def after_sync(self) -> None:
-        """The engine holds the policy's weights, and nothing was sampled from them yet."""
+        """Check the engine, which holds the policy's weights. Nothing was sampled from them yet."""
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        """All turns are through."""
+        """Read or measure the rollouts. All turns are through."""
 
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
-        """Around each pass of the policy that scores rollouts: TRL's old log-probs, and the loss."""
+        """Enclose each pass of the policy that scores rollouts: TRL's old log-probs, and the loss."""
         return nullcontext()
 
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
-        """Around each pass of a reference, which may be the policy without its adapters."""
+        """Enclose each pass of a reference, which may be the policy without its adapters."""
         return nullcontext()
 
     def logits(self, reference: bool) -> Logits | None:
@@ -61,32 +140,28 @@ class Feature(TrainerCallback):
         return None
 
     def as_rollouts_saw(self) -> AbstractContextManager:
-        """Around a pass that has to compute as the latest rollouts were computed, with a rounded cache for example.
+        """Enclose a pass that has to compute as the latest rollouts were computed, with a rounded cache for example.
         Unlike `scoring` it measures nothing.
         """
         return nullcontext()
 
     def extend_batch(self, batch: Batch) -> None:
-        """TRL's batch is complete: add to it, correct it, measure it."""
+        """Add to TRL's batch, which is complete, correct it, measure it."""
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """A forward for the loss is about to start."""
+        """Prepare the forward of a loss."""
 
     def end_loss(self) -> None:
-        """The backward is through. Gradient checkpointing ran the forward again in it."""
+        """Clean up after the backward, in which gradient checkpointing runs the forward again."""
 
     def save(self, folder: str) -> None:
-        """A checkpoint is written, on every rank."""
+        """Add to a checkpoint, on every rank."""
 
     def load(self, folder: str) -> None:
-        """A checkpoint is read, on every rank."""
-
-    def keeps_adapters_apart(self) -> bool:
-        """Return whether syncs leave adapters unmerged."""
-        return False
+        """Read a checkpoint, on every rank."""
 
     def facts(self) -> dict[str, object]:
-        """Return its entries in the head of the run's log and in the model card (run/facts.py)."""
+        """Return entries for the head of the run's log and for the model card (run/facts.py)."""
         return {}
 
     def export_options(self) -> dict[str, object]:
@@ -118,3 +193,42 @@ def inside(managers: Iterable[AbstractContextManager]) -> Iterator[None]:
 def as_rollouts_saw(features: Iterable[Feature]) -> AbstractContextManager[None]:
     """Enter `Feature.as_rollouts_saw` of all features."""
     return inside(feature.as_rollouts_saw() for feature in features)
+
+
+@dataclass
+class Construction:
+    """Arguments that a trainer is about to be made of. A registration may change them."""
+
+    args: Any  # the config
+    trainer_kwargs: dict[str, Any]  # the other arguments of TRL's trainer, by their names
+    create_model: Callable  # TRL's `create_model_from_path`, or its substitute
+    dequantizes: bool = True  # an FP8 checkpoint is loaded in high precision
+    handover: dict[str, Any] = field(default_factory=dict)  # by folder: what a registration leaves to its features
+
+
+@dataclass(frozen=True)
+class Command:
+    """A word of the console script."""
+
+    word: str
+    text: str  # for --help
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], str]  # what is printed
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One feature, as the core knows it. All but the flags may stay empty."""
+
+    # Mixed into the config: declared, resolved, checked
+    flags: type[FlagGroup] | None = None
+    # Encloses the construction of TRL's trainer, whose policy is not loaded yet, or was passed as an object
+    construct: Callable[[Construction], AbstractContextManager[None]] = lambda construction: nullcontext()
+    # Called with a trainer that has its policy and no engine yet
+    features: Callable[[Any], Iterable[Feature]] = lambda trainer: ()
+    # Words of the console script
+    commands: tuple[Command, ...] = ()
+    # What a report says of logged metrics, under the facts of the run (run/facts.py)
+    warnings: Callable[[Mapping[str, float], Mapping[str, Any]], dict[str, str]] = lambda metrics, facts: {}
+    # A field of TRL's config without which a trainer cannot have this feature
+    needs: str = ""

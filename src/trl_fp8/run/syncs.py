@@ -7,13 +7,13 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from trl_fp8.recipe.messages import listed
 from trl_fp8.sync.delivery import SyncReport
 
-from .batch import Rollouts
+from .batch import Rollouts, highest, lowest, mean_of
 from .feature import Feature
-from .metric import highest, lowest, mean_of
 
 
 logger = get_logger(__name__)
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 PINNED = "engine.json"  # in a checkpoint: what was chosen for the engine on the device that it ran on
 
 
-class Syncs(Feature):
+class Syncs(Feature, TrainerCallback):
     """Logs each sync, once in training and once in evaluation, and warns of weights that went dead."""
 
     def __init__(self, trainer: Any):

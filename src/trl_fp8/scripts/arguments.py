@@ -16,7 +16,7 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from trl_fp8.config import FP8GRPOConfig
-from trl_fp8.run.flag import flag
+from trl_fp8.run.feature import flag
 from trl_fp8.run.lines import did_you_mean
 
 from .rewards import NAMES

@@ -21,8 +21,7 @@ from trl_fp8.features.run_log.log_file import read_run
 from trl_fp8.features.run_log.run_log import BINS
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 from trl_fp8.run import batch as batch_module
-from trl_fp8.run.batch import Batch
-from trl_fp8.run.metric import values_of
+from trl_fp8.run.batch import Batch, values_of
 
 
 LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "vespo", "sapo", "luspo"]

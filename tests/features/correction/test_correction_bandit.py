@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from trl_fp8.features.correction.importance import RolloutCorrection, correct
-from trl_fp8.run.log_ratio import log_ratio
+from trl_fp8.run.batch import log_ratio
 
 
 V, T = 4, 3

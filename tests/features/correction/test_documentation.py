@@ -13,8 +13,7 @@ from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.features.correction.correction import apply_correction
 from trl_fp8.features.correction.presets import PRESETS, correction_from
 from trl_fp8.features.correction.rejection import Rejection
-from trl_fp8.run.log_ratio import log_ratio
-from trl_fp8.run.metric import values_of
+from trl_fp8.run.batch import log_ratio, values_of
 
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rollout_correction.md").read_text()

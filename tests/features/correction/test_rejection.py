@@ -15,8 +15,7 @@ from trl_fp8.features.correction.importance import RolloutCorrection, correct
 from trl_fp8.features.correction.measures import measured
 from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.features.correction.rejection import Rejection
-from trl_fp8.run.log_ratio import log_ratio
-from trl_fp8.run.metric import values_of
+from trl_fp8.run.batch import log_ratio, values_of
 
 
 UNWEIGHTED = RolloutCorrection(level=None)

@@ -10,8 +10,7 @@ from vllm import LLM
 from testing.runs import arguments, training
 from trl_fp8.features.one_forward.engine_kernels import VLLMKernels
 from trl_fp8.features.one_forward.following import Following
-from trl_fp8.run.batch import Batch
-from trl_fp8.run.log_ratio import log_ratio
+from trl_fp8.run.batch import Batch, log_ratio
 from trl_fp8.upstream.vllm import engine_model
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from trl_fp8.features.run_log.run_log import BINS, LIMIT, PAIRS, rollout_sample
-from trl_fp8.run.log_ratio import log_ratio
+from trl_fp8.run.batch import log_ratio
 
 
 def test_each_scored_token_is_in_the_bin_of_its_ratio():

@@ -18,7 +18,7 @@ from trl_fp8.features.shared_base.base_in_engine import without_base
 from trl_fp8.features.shared_base.shared_modules import SharedLinear
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import recipe_for_model
-from trl_fp8.run.registration import Construction
+from trl_fp8.run.feature import Construction
 
 
 MISMATCH = "mismatch/logp_difference_mean"
@@ -139,11 +139,11 @@ def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
 )
 def test_of_a_model_given_by_name_is_fp32_what_is_trained(config, dtype, checkpoint, tmp_path):
     args = arguments(tmp_path, **SHARED)
-    making = Construction(args, {"model": checkpoint("qwen3"), "peft_config": config}, create_model_from_path)
-    with without_base(making):
-        model = making.create_model(checkpoint("qwen3"))
+    construction = Construction(args, {"model": checkpoint("qwen3"), "peft_config": config}, create_model_from_path)
+    with without_base(construction):
+        model = construction.create_model(checkpoint("qwen3"))
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-        model = making.create_model(checkpoint("qwen3"), dtype="float16")
+        model = construction.create_model(checkpoint("qwen3"), dtype="float16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trl_fp8.run.registration import Registration
+from trl_fp8.run.feature import Registration
 
 from .correction_flags import CorrectionFlags
 from .health import health_warnings

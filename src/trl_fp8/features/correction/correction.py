@@ -16,10 +16,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
-from trl_fp8.run.batch import COMPLETION_MASK, LOSS_TOKENS, LOSS_WEIGHTS, TOOL_MASK, TRAINER_LOGPS, Batch
+from trl_fp8.run.batch import (
+    COMPLETION_MASK,
+    LOSS_TOKENS,
+    LOSS_WEIGHTS,
+    TOOL_MASK,
+    TRAINER_LOGPS,
+    Batch,
+    LogRatio,
+    Metric,
+    values_of,
+)
 from trl_fp8.run.feature import Feature
-from trl_fp8.run.log_ratio import LogRatio
-from trl_fp8.run.metric import Metric, values_of
 
 from .health import health_warnings
 from .importance import RolloutCorrection, correct

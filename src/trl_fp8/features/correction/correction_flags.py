@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trl_fp8.run.flag import FlagGroup, flag
+from trl_fp8.run.feature import FlagGroup, flag
 
 from .importance import RolloutCorrection
 from .presets import correction_from
@@ -58,7 +58,8 @@ class CorrectionFlags(FlagGroup):
         "anything is FP8, else 3.0, as in TRL.",
     )
 
-    def corrects(self) -> bool:
+    @property
+    def replaces_correction(self) -> bool:
         return self.rollout_correction is not None
 
     def resolve(self) -> None:
@@ -126,11 +127,10 @@ class CorrectionFlags(FlagGroup):
             return
         fields = {name: getattr(self, name) for name in NEUTRAL_SAMPLING if hasattr(self, name)}
         values = fields | (self.generation_kwargs or {})
-        followed = set().union(*(group.followed_sampling(self) for group in self.groups()))
         changing = [
             f"{name}={values[name]!r}"
             for name, neutral in NEUTRAL_SAMPLING.items()
-            if name not in followed and values.get(name, neutral[0]) not in neutral
+            if name not in self.followed_sampling and values.get(name, neutral[0]) not in neutral
         ]
         engine_kwargs = self.vllm_engine_kwargs or {}
         changing += [

@@ -25,8 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl_fp8.run.log_ratio import LOG_RATIO_BOUND, LogRatio
-from trl_fp8.run.metric import Metric, highest, mean_of
+from trl_fp8.run.batch import LOG_RATIO_BOUND, LogRatio, Metric, highest, mean_of
 
 from .measures import correction_metrics
 from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_ratio

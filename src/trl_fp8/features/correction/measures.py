@@ -1,7 +1,7 @@
 """Metrics of a batch: how far engine and trainer disagree about sampled tokens, and what a correction changed.
 
 The mismatch is measured on raw ratios (before any bound) and on the mask before any rejection. Measured afterwards, it
-would fall to zero exactly when correction throws the evidence away. With log r as in `log_ratio.py`:
+would fall to zero exactly when correction throws the evidence away. With log r as in `run/batch.py`:
 
     k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer), k3 never negative
     chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
@@ -27,8 +27,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trl_fp8.run.log_ratio import LOG_RATIO_BOUND, LogRatio
-from trl_fp8.run.metric import Metric, effective_sample_size, highest, lowest, mean_of, quotient
+from trl_fp8.run.batch import (
+    LOG_RATIO_BOUND,
+    LogRatio,
+    Metric,
+    effective_sample_size,
+    highest,
+    lowest,
+    mean_of,
+    quotient,
+)
 
 
 # Powers of four: the last bin is open. Fixed, so that ranks and steps agree on which metrics there are.

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 import torch
 
-from trl_fp8.run.log_ratio import LogRatio
+from trl_fp8.run.batch import LogRatio
 
 
 Statistic = Literal["token_ratio", "token_veto", "sequence_ratio", "geometric_ratio"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from trl_fp8.run.registration import Registration
+from trl_fp8.run.feature import Registration
 from trl_fp8.upstream.patches import ON_INSTANCES, register
 
 from .kv_cache_flags import KVCacheFlags

@@ -20,9 +20,8 @@ from trl_fp8.policy.hook import hook_of
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales, outlier_layers
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.batch import PROMPT_IDS, Batch, Rollouts
+from trl_fp8.run.batch import PROMPT_IDS, Batch, Rollouts, highest, lowest, mean_of
 from trl_fp8.run.feature import Feature
-from trl_fp8.run.metric import highest, lowest, mean_of
 from trl_fp8.sync.audit import all_reduce_max
 
 from .calibration import Calibration, KVState, next_scales

@@ -6,7 +6,7 @@ from typing import Any
 from trl_fp8.planning.risks import Risk
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe, is_vision
-from trl_fp8.run.flag import FlagGroup, flag
+from trl_fp8.run.feature import FlagGroup, flag
 
 
 KV_CACHE_DTYPES = ("fp8", "auto")

@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trl_fp8.recipe.families import types_with
-from trl_fp8.run.registration import Construction, Registration
+from trl_fp8.run.feature import Construction, Registration
 from trl_fp8.upstream.patches import FOR_GOOD, FOR_ONE_BLOCK, REGISTERED, register
 
 from .forward_flags import ForwardFlags
 
 
 @contextmanager
-def _construct(making: Construction) -> Iterator[None]:
+def _construct(construction: Construction) -> Iterator[None]:
     """Release a model that follows the engine of a trainer before this one."""
-    model = making.given["model"]
+    model = construction.trainer_kwargs["model"]
     if not isinstance(model, str):
         from trl_fp8.policy.swapped import release
 

@@ -18,15 +18,15 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.head import Logits, scored_by
 from trl_fp8.policy.hook import hook_of
 from trl_fp8.policy.swapped import release
-from trl_fp8.run.batch import Batch, Rollouts
+from trl_fp8.run.batch import Batch, Rollouts, quotient
 from trl_fp8.run.feature import Feature, as_rollouts_saw
-from trl_fp8.run.metric import quotient
 
 from .followed_head import engine_logits, followed_head
 from .followed_linear import BackwardPrecision, FollowedLinear, require_backend
@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 CORRECTION = "vllm_importance_sampling_correction"
 
 
-class Following(Feature):
+class Following(Feature, TrainerCallback):
     """Lets the trainer's policy follow its engine, and the reference of `beta > 0` with it.
 
     `ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have.

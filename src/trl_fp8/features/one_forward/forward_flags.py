@@ -17,7 +17,7 @@ from trl_fp8.quantization.formats import format_named
 from trl_fp8.recipe.families import family_of, types_with
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.flag import FlagGroup, flag
+from trl_fp8.run.feature import FlagGroup, flag
 
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from trl_fp8.run.registration import Registration
+from trl_fp8.run.feature import Registration
 
 from .router_flags import RouterFlags
 

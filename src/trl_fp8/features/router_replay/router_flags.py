@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trl_fp8.planning.risks import Risk
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.flag import FlagGroup, flag
+from trl_fp8.run.feature import FlagGroup, flag
 
 
 ROUTER_REPLAYS = ("off", "monitor", "rollout", "policy")

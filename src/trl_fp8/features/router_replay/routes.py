@@ -20,9 +20,8 @@ import torch
 from accelerate.logging import get_logger
 
 from trl_fp8.recipe.names import NOWHERE
-from trl_fp8.run.batch import COMPLETION_IDS, PROMPT_IDS, Batch, Rollouts
+from trl_fp8.run.batch import COMPLETION_IDS, PROMPT_IDS, Batch, Rollouts, mean_of
 from trl_fp8.run.feature import Feature
-from trl_fp8.run.metric import mean_of
 
 from .replay import RouterReplay, RouteTally
 

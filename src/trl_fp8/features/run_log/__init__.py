@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from trl_fp8.run.registration import Registration
+from trl_fp8.run.feature import Registration
 
 from .report.report_command import REPORT
 from .run_log_flags import RunLogFlags

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import torch
 from accelerate.logging import get_logger
+from transformers import TrainerCallback
 
-from trl_fp8.run.batch import Batch
+from trl_fp8.run.batch import Batch, LogRatio
 from trl_fp8.run.facts import run_facts
 from trl_fp8.run.feature import Feature
-from trl_fp8.run.log_ratio import LogRatio
 
 from .log_file import FILE, append, begin, settle
 
@@ -18,7 +18,7 @@ BINS, LIMIT = 120, 3.0  # of log r in [-LIMIT, LIMIT], and an open bin on either
 POSITIONS, PAIRS = 1024, 256  # looked at, evenly over the batch; kept at most
 
 
-class RunLog(Feature):
+class RunLog(Feature, TrainerCallback):
     """The main process writes: facts when training begins, each log, and a line for each generation."""
 
     keeps_log = True

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trl_fp8.run.flag import FlagGroup, flag
+from trl_fp8.run.feature import FlagGroup, flag
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from trl_fp8.run.registration import Construction, Registration
+from trl_fp8.run.feature import Construction, Registration
 from trl_fp8.upstream.patches import FOR_ONE_BLOCK, ON_INSTANCES, register
 
 from .base_flags import BaseFlags
@@ -33,10 +33,10 @@ register(
 )
 
 
-def _construct(making: Construction) -> AbstractContextManager[None]:
+def _construct(construction: Construction) -> AbstractContextManager[None]:
     from .base_in_engine import without_base
 
-    return without_base(making)
+    return without_base(construction)
 
 
 def _features(trainer) -> Iterator:

@@ -10,7 +10,7 @@ from trl_fp8.planning.trainer_memory import BYTES, Setup, engine_adapters
 from trl_fp8.recipe.names import fused_name
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.flag import FlagGroup, flag
+from trl_fp8.run.feature import FlagGroup, flag
 
 
 # Flag that adapters on an FP8 base do not go with -> why

@@ -8,8 +8,7 @@ import torch
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel
 
-from trl_fp8.run.feature import Feature
-from trl_fp8.run.registration import Construction
+from trl_fp8.run.feature import Construction, Feature
 
 from .adaptable import require_adaptable, require_apart, require_trainable_base
 from .held_base import HeldBase, SharedBase, require_own_weights
@@ -21,21 +20,23 @@ logger = get_logger(__name__)
 
 
 @contextmanager
-def without_base(making: Construction) -> Iterator[None]:
+def without_base(construction: Construction) -> Iterator[None]:
     """Around the making of TRL's trainer: take the FP8 weights out of a model that is given, or never load them.
 
     A model that was given has its weights again if no trainer comes of it.
     """
-    args, model, adapters = making.args, making.given["model"], making.given.get("peft_config")
+    args = construction.args
+    model = construction.trainer_kwargs["model"]
+    adapters = construction.trainer_kwargs.get("peft_config")
     if not args.fp8_base:
         if not isinstance(model, str):
             require_own_weights(model)
         yield
         return
-    require_trainable_base(args, adapters, making.given.get("quantization_config"))
-    making.dequantizes = False  # codes of an FP8 checkpoint are taken as they are
+    require_trainable_base(args, adapters, construction.trainer_kwargs.get("quantization_config"))
+    construction.dequantizes = False  # codes of an FP8 checkpoint are taken as they are
     if isinstance(model, str):
-        create = making.create_model
+        create = construction.create_model
 
         def loaded(name: str, **loading: Any) -> PreTrainedModel:
             """Called by TRL in place of its `create_model_from_path`."""
@@ -43,17 +44,17 @@ def without_base(making: Construction) -> Iterator[None]:
             if getattr(adapters, "modules_to_save", None) or getattr(adapters, "bias", "none") != "none":
                 loading = {"dtype": torch.float32} | loading
             made, source = load_without_base(create, name, args.recipe_for, **loading)
-            making.kept[SOURCE] = source
+            construction.handover[SOURCE] = source
             require_apart(made, adapters, source.recipe)
             return made
 
-        making.create_model = loaded
+        construction.create_model = loaded
         yield
         return
     recipe = args.recipe_for(model)
     require_apart(model, adapters, recipe)
     base = HeldBase(model, recipe)
-    making.kept[SOURCE] = base
+    construction.handover[SOURCE] = base
     try:
         yield
     except BaseException:
@@ -66,7 +67,7 @@ class BaseInEngine(Feature):
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        source = trainer.kept.pop(SOURCE)
+        source = trainer.handover.pop(SOURCE)
         trainer.recipe = source.recipe
         require_adaptable(trainer.model, source.recipe)
         self.base = SharedBase(trainer.model, source, trainer.accelerator.device)
@@ -75,9 +76,6 @@ class BaseInEngine(Feature):
         from .engine_base import BasePart  # needs vllm
 
         return BasePart(self.base)
-
-    def keeps_adapters_apart(self) -> bool:
-        return True
 
     def banner(self) -> str:
         return "on the engine's FP8 base; syncs send adapters"

@@ -22,9 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl_fp8.engine.protocol import Survivors
 from trl_fp8.policy.head import scored_by
-from trl_fp8.run.batch import COMPLETION_IDS, ROLLOUT_LOGPS, Batch, Rollouts
+from trl_fp8.run.batch import COMPLETION_IDS, ROLLOUT_LOGPS, Batch, Rollouts, mean_of
 from trl_fp8.run.feature import Feature
-from trl_fp8.run.metric import mean_of
 
 from .truncated_head import Rows, truncated_head
 

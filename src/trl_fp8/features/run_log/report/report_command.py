@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from trl_fp8.run.registration import Command
+from trl_fp8.run.feature import Command
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
