@@ -1,4 +1,4 @@
-"""The pictures in the docs that are made of results: learning curves over seeds, and the mismatch over depth."""
+"""The pictures in the docs that are made of results: learning curves, and the mismatch over steps and over depth."""
 
 from collections.abc import Mapping, Sequence
 from math import log10
@@ -18,6 +18,8 @@ DEPTH_CURVES = {
     "fp8": "FP8 rollouts",
     "full": "FP8 rollouts, trainer runs the engine's forward",
 }
+# Policies of benchmarks/bench_demo.py likewise
+STEP_CURVES = {"bf16": "BF16 rollouts", "fp8_linears_kv": "FP8 rollouts", "fp8_flow": "FP8 rollouts, one forward"}
 
 
 def plot_rewards(curves: Mapping[str, Sequence[Sequence[float]]], path: str | Path, window: int = 5) -> Path:
@@ -40,6 +42,27 @@ def plot_rewards(curves: Mapping[str, Sequence[Sequence[float]]], path: str | Pa
     axes.set_xlabel("step")
     axes.set_ylabel(f"reward, mean of {window} steps")
     axes.legend(frameon=False, loc="best")
+    return save(figure, path)
+
+
+def plot_mismatch(curves: Mapping[str, Sequence[float]], path: str | Path) -> Path:
+    """Write one PNG: the mismatch at each step, one curve per policy, logarithmic above `SMALLEST`, linear below.
+
+    Args:
+        curves: Policies of benchmarks/bench_demo.py -> mismatch by step.
+        path: Of the PNG; its folder is made.
+    """
+    figure = new_figure(7, 3.2)
+    axes = figure.subplots()
+    axes.set_yscale("symlog", linthresh=SMALLEST, linscale=0.6)
+    for (policy, mismatch), colour, style in zip(curves.items(), SERIES, ("-", "--", "-."), strict=False):
+        steps = range(1, len(mismatch) + 1)
+        axes.plot(steps, mismatch, style, color=colour, linewidth=2, label=STEP_CURVES[policy])
+    axes.set_ylim(-SMALLEST / 2, 1)
+    ticks = [10.0**exponent for exponent in range(round(log10(SMALLEST)), 1, 2)]
+    axes.set_yticks([0, *ticks], ["0: equal bits", *(f"{tick:.0e}" for tick in ticks)])
+    axes.minorticks_off()
+    tidy(axes, "mean |trainer - rollout| log-prob, nats", "step of the demo", legend="center right")
     return save(figure, path)
 
 

@@ -1,0 +1,141 @@
+"""Numbers of README and of the guide pages are those of the result files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+
+from benchmarks.pictures import plot_mismatch
+from testing.record import interval
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def text_of(page: str) -> str:
+    """Return a page as one line."""
+    return " ".join((ROOT / page).read_text().split())
+
+
+def results_of(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}_cpu.json").read_text())["results"]
+
+
+def median_and_range(spread: dict, digits: str, dash: str = "-") -> str:
+    median, low, high = (f"{spread[key]:{digits}}" for key in ("median", "min", "max"))
+    return f"{median} ({low} {dash} {high})"
+
+
+@pytest.mark.parametrize(
+    "label, name, arm",
+    [
+        ("BF16", "demo_avx512", "bf16"),
+        ("FP8 linears + FP8 KV cache", "demo_avx512", "fp8_linears_kv"),
+        ("BF16", "demo", "bf16"),
+        ("FP8 linears + FP8 KV cache", "demo", "fp8_linears_kv"),
+        ("merged at each sync (417.8 KiB)", "demo_lora", "merged"),
+        ("on an FP8 base (124.0 KiB)", "demo_lora", "shared"),
+    ],
+)
+def test_accuracies_of_the_demo(label, name, arm):
+    found = results_of(name)[arm]
+    accuracy = f"{found['reward_start']['median']:.2f} -> {median_and_range(found['reward_end'], '.2f')}"
+    row = f"| {label} | {accuracy} | {median_and_range(found['mismatch_mean'], '.4f')} |"
+    assert row in text_of("docs/quickstart.md")
+    if name == "demo_lora":
+        assert f"({found['sync_bytes_median']['median'] / 1024:.1f} KiB)" in label
+
+
+@pytest.mark.parametrize(
+    "name, arms, pages",
+    [
+        ("demo", ("fp8_linears_kv", "bf16"), ["docs/quickstart.md", "README.md"]),
+        ("demo_avx512", ("fp8_linears_kv", "bf16"), ["docs/quickstart.md"]),
+        ("demo_lora", ("shared", "merged"), ["docs/quickstart.md"]),
+    ],
+)
+def test_differences_of_accuracy_seed_by_seed(name, arms, pages):
+    ends = [results_of(name)[arm]["reward_end_per_seed"] for arm in arms]
+    found = interval([one - other for one, other in zip(*ends, strict=True)])
+    stated = "{mean:.3f}{}95 % CI {low:.3f} to {high:.3f}"
+    for page in pages:
+        assert any(stated.format(joint, **found) in text_of(page) for joint in (" (", ", ")), page
+
+
+def test_readme_says_how_far_the_demo_goes():
+    found = [results_of("demo_avx512")[arm] for arm in ("bf16", "fp8_linears_kv")]
+    starts, ends = ({f"{row[key]['median']:.2f}" for row in found} for key in ("reward_start", "reward_end"))
+    assert len(starts) == len(ends) == 1  # both precisions, to two digits
+    assert f"from an accuracy of {starts.pop()} to {ends.pop()} with" in text_of("README.md")
+
+
+def test_readmes_picture_is_of_the_stored_runs(tmp_path):
+    curves = results_of("demo_mismatch")["by_step"]
+    assert all(len(mismatch) == 40 for mismatch in curves.values()) and max(curves["fp8_flow"]) == 0
+    shown = imread(ROOT / "docs" / "images" / "mismatch.png")
+    drawn, of_others = (
+        imread(plot_mismatch({name: [scale * value for value in curve] for name, curve in curves.items()}, path))
+        for scale, path in ((1, tmp_path / "again.png"), (1.5, tmp_path / "others.png"))
+    )
+    # Not equal bytes: letters differ between versions of matplotlib
+    assert abs(drawn - shown).mean() < 0.2 * abs(of_others - shown).mean()
+
+
+def test_claims_that_pages_repeat():
+    claims = results_of("claims")["claims"]
+    stated = "{value:.3f} (97.5 % CI {low:.3f} to {high:.3f})"
+    linears, (one_forward,) = claims["1"]["test"], [part for part in claims["5"]["parts"] if part["metric"] == "area"]
+    assert f"FP8 linears change mean accuracy by {stated.format(**linears)}" in text_of("README.md")
+    assert f"against BF16 rollouts by {stated.format(**one_forward)}" in text_of("docs/how_it_works.md")
+
+
+def test_the_step_time_of_one_forward():
+    ratio = results_of("flow")["step_seconds_ratio"]
+    page = text_of("docs/how_it_works.md")
+    assert "takes {median:.1f} (range {min:.1f} to {max:.1f}, 4 pairs of runs)".format(**ratio) in page
+    assert results_of("flow")["full"]["mismatch_mean"]["max"] == 0
+    assert f"{ratio['median']:.1f} times the step time" in text_of("docs/quickstart.md")
+
+
+def test_the_table_of_outliers():
+    page = text_of("docs/kv_cache.md")
+    for row in results_of("kv_cache")["k_bias"]:
+        cells = [row[key] for key in ("logit_error_layer_0", "mismatch_per_tensor", "mismatch_layer_0_in_bf16")]
+        stated = next(line for line in page.split("| |") if line.strip().startswith(f"{row['bias']} |"))
+        shown = [float(cell) for cell in stated.strip(" |").split("|")[1:4]]
+        assert shown == [pytest.approx(cell, rel=0.06) for cell in cells], row["bias"]
+
+
+def test_what_calibration_costs():
+    page, extra = text_of("docs/kv_cache.md"), results_of("kv_cache")["observation"]["extra_seconds"]
+    stated = "{median:.0f} ms more in the median of 30 (range {min:.0f} to {max:.0f} ms)"
+    assert stated.format(**{key: 1000 * value for key, value in extra.items()}) in page
+    policy, rollout = (results_of("demo")[arm] for arm in ("policy_calibration", "fp8_linears_kv"))
+    seconds, share = (policy[f"calibration_{key}"]["median"] for key in ("seconds_median", "share_of_step"))
+    assert f"{1000 * seconds:.0f} ms, {share:.1%} of a step".replace("%", " %") in page
+    assert f"scales: {1000 * rollout['calibration_seconds_median']['median']:.1f} ms a sync" in page
+    assert f"(5 seeds, at most {rollout['kv_saturation_max']['max']:.0e})" in page
+    ratios = results_of("demo")["mismatch_ratios"]
+    assert f"{median_and_range(ratios['simulation, FP8 weights'], '.2f')[:-1]}, 3 seeds)" in page
+
+
+def test_the_table_of_router_replay():
+    page = text_of("docs/moe.md")
+    labels = {
+        "BF16": "bf16",
+        "FP8 linears and KV cache": "fp8_linears_kv",
+        "FP8 experts too (reference kernel)": "fp8_linears_kv_experts",
+    }
+    for label, engine in labels.items():
+        found = results_of("router_replay")["same_rollouts"][engine]
+        disagree = f"{found['own']['disagreement']['median']:.1%}".replace("%", " %")
+        means = [f"{found[routes]['mismatch_mean']['median']:.4f}" for routes in ("own", "replay")]
+        ratios = [median_and_range(found[f"{key}_ratio"], ".2f") for key in ("mismatch_mean", "k3_kl")]
+        assert f"| {label} | {disagree} | {' -> '.join(means)} | {' | '.join(ratios)} |" in page
+    largest = results_of("router_replay")["same_rollouts"]["fp8_linears_kv"]["mismatch_max_ratio"]
+    assert f"falls to {median_and_range(largest, '.2f', 'to')}" in page
+    training = results_of("router_replay")["training"]
+    assert f"replay leaves {median_and_range(training['mismatch_ratio'], '.2f', 'to')} of the mismatch" in page
+    for arm in ("monitor", "rollout"):
+        assert f"to {median_and_range(training[arm]['reward_end'], '.2f', 'to')} with" in page
