@@ -1,4 +1,4 @@
-"""What an engine samples, what its layers and routers computed for it, and a policy that computes as it does."""
+"""An engine's samples, the values of its layers and routers, and a policy that follows it."""
 
 from contextlib import contextmanager
 
@@ -88,7 +88,7 @@ def calibrated(generation, prompts=PROMPTS, margin=2.0):
 
 
 def backward_of(generation, **fields):
-    """How a policy that follows an engine quantizes what is its own."""
+    """Return how a policy that follows an engine quantizes the operands of its backward."""
     recipe, numerics = generation.recipe, generation.numerics
     scaling = numerics.linears
     formats = {"format": recipe.format, "scale_format": recipe.scale_format}
@@ -119,7 +119,7 @@ def scored(forward, model, sequences, head=None):
 
 
 def witnessed(forward, model, longest=64):
-    """What a comparison of the policy's modules with its engine's finds, over one sequence."""
+    """Compare the policy's modules with its engine's over one sequence, and return the findings."""
     witness = Witness(model, forward.kernels, forward.hook, longest, forward)
     with witness.watching():
         scored(forward, model, PROMPTS[:1], followed_head(forward, witness.values.head))

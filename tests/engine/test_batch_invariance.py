@@ -104,8 +104,8 @@ def test_an_fp8_tensor_linear():
 
     def multiply(x):
         scales = x.float().abs().amax(-1, keepdim=True) / 448
-        given = dict(A=(x.float() / scales).to(E4M3), B=codes.t(), As=scales, Bs=scale, bias=bias)
-        return kernel.apply_scaled_mm(**given, out_dtype=torch.bfloat16, output_shape=(len(x), 640))
+        operands = dict(A=(x.float() / scales).to(E4M3), B=codes.t(), As=scales, Bs=scale, bias=bias)
+        return kernel.apply_scaled_mm(**operands, out_dtype=torch.bfloat16, output_shape=(len(x), 640))
 
     require_invariant(multiply, random(ROWS, 1024))
 
@@ -247,8 +247,8 @@ def test_what_torch_makes_of_a_bf16_number_does_not_depend_on_its_place():
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x[x.isfinite()]
     modules = activations()
-    ours = [lambda x, module=modules[name]: module(torch.cat([x, x], -1)) for name in modules]
-    for function in (torch.sigmoid, torch.tanh, *ours):
+    engine_functions = [lambda x, module=modules[name]: module(torch.cat([x, x], -1)) for name in modules]
+    for function in (torch.sigmoid, torch.tanh, *engine_functions):
         found = function(x)
         assert torch.equal(found, torch.cat([function(one) for one in x.split(3)]))
         assert torch.equal(found, function(torch.stack([x, x], 1)[:, 0]))

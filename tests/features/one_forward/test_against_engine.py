@@ -152,8 +152,8 @@ def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(architecture, o
     )
     forward = follow(generation, hook)
     hook.simulate(scales)
-    ours = scored(forward, generation.model, sequences)
-    for tokens, n, output, prompt, row in zip(sequences, lengths, outputs, prefilled, ours, strict=True):
+    trainer_logps = scored(forward, generation.model, sequences)
+    for tokens, n, output, prompt, row in zip(sequences, lengths, outputs, prefilled, trainer_logps, strict=True):
         rows = zip(output.outputs[0].logprobs, tokens[-n:], strict=True)
         decoded = torch.tensor([found[token].logprob for found, token in rows])
         again = [found[token].logprob for found, token in zip(prompt.prompt_logprobs[-n:], tokens[-n:], strict=True)]
@@ -165,7 +165,7 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 
 
 def test_layers_that_the_engine_fuses_are_columns_of_one_call(started):
-    """Of prefill and decode, and of all their batches as one; with a bias (QKV of Qwen2) and without."""
+    """Prefill and decode, and all their batches as one; with a bias (QKV of Qwen2) and without."""
     generation, hook, _ = started("qwen2", {})
     names = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.qkv_proj", "mlp.down_proj")]
     calls = {name: calls_of(generation, name) for name in names}
@@ -199,8 +199,8 @@ def test_the_forward_computes_with_the_engines_tensors(started, monkeypatch):
     up = followed.modules["model.layers.1.mlp.up_proj"]
     up.weight.data[200] += 1
     assert torch.equal(forward(), before) and calls.calls == 0
-    held = engine_model(generation.llm).model.layers[1].mlp.gate_up_proj
-    assert up.lasting_codes().qdata.data_ptr() == held.weight[256:].data_ptr()
+    engine_linear = engine_model(generation.llm).model.layers[1].mlp.gate_up_proj
+    assert up.lasting_codes().qdata.data_ptr() == engine_linear.weight[256:].data_ptr()
     generation.sync_weights()
     assert not torch.equal(forward(), before)
 
@@ -215,8 +215,10 @@ def test_the_kernels_activation_scaling_is_read_from_the_engine(started, monkeyp
     codes, scale = kernel(x)
 
     def same(amax_floor):
-        ours = quantize_activation(x, "fp32", amax_floor=amax_floor)
-        return torch.equal(ours.scale, scale) and torch.equal(ours.qdata.view(torch.uint8), codes.view(torch.uint8))
+        expected = quantize_activation(x, "fp32", amax_floor=amax_floor)
+        return torch.equal(expected.scale, scale) and torch.equal(
+            expected.qdata.view(torch.uint8), codes.view(torch.uint8)
+        )
 
     assert same(FLOORED_SCALE_AMAX) and not same(ACTIVATION_AMAX_FLOOR)
     assert activation_scaling(model) == generation.numerics.linears

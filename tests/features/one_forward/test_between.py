@@ -1,4 +1,4 @@
-"""What lies between linear layers: the engine's values, and the gradient of the policy's own computation."""
+"""Modules between linear layers have the engine's values, and gradients of the policy's own computation."""
 
 import pytest
 import torch
@@ -146,8 +146,8 @@ def test_mlps(architecture, options):
     mlp, name = model.model.layers[0].mlp, "model.layers.0.mlp"
     gate, up = (randn(2, 5, 256, seed=seed).requires_grad_() for seed in (0, 1))
     mlp.gate_proj.forward, mlp.up_proj.forward = lambda x: gate, lambda x: up
-    given = []
-    mlp.down_proj.forward = lambda x: given.append(x) or x
+    products = []
+    mlp.down_proj.forward = lambda x: products.append(x) or x
     y, dy = mlp(None), randn(2, 5, 256, seed=2)
     assert torch.equal(y.flatten(0, 1), engine.activation(name)(torch.cat([gate, up], -1).detach().flatten(0, 1)))
     y.backward(dy)

@@ -63,25 +63,25 @@ def test_a_router_gives_the_engines_logits_choice_and_gate_weights(architecture)
 @pytest.mark.parametrize("replayed", [False, True], ids=["chosen", "replayed"])
 @pytest.mark.parametrize("architecture", MOE)
 def test_gradients_of_a_router_are_those_at_the_engines_logits(architecture, replayed):
-    """Of logits, which an auxiliary loss reads, and gate weights; against the formula in FP64."""
+    """Compare gradients of logits, which an auxiliary loss reads, and gate weights with the formula in FP64."""
     model = build(architecture)
     router = model.model.layers[0].mlp.gate
     replay = RouterReplay(model)
     follow(router, FollowedRouter, Router())
-    given = Router.chosen
+    choice = Router.chosen
     if replayed:
-        given = (given + 1) % EXPERTS
-        replay._chunk_NLK, replay._replay = given[:, None].to(torch.int8), True
+        choice = (choice + 1) % EXPERTS
+        replay._chunk_NLK, replay._replay = choice[:, None].to(torch.int8), True
     hidden = random(TOKENS, 128).bfloat16().requires_grad_()
     logits, weights, chosen = router(hidden)
     on_logits, on_weights = random(*logits.shape, seed=3), random(*weights.shape, seed=4)
     ((logits * on_logits).sum() + (weights * on_weights).sum()).backward()
-    assert torch.equal(chosen, given)
+    assert torch.equal(chosen, choice)
 
     x, w = hidden.detach().double().requires_grad_(), router.weight.detach().double().requires_grad_()
     own = x @ w.T
     logits = own + (Router.logits.double() - own).detach()
-    expected = gate_weights(logits, given, architecture)
+    expected = gate_weights(logits, choice, architecture)
     ((logits * on_logits).sum() + (expected * on_weights).sum()).backward()
     if replayed:
         torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=0)  # a few FP32 operations
@@ -96,9 +96,9 @@ def test_gradients_of_a_router_are_those_at_the_engines_logits(architecture, rep
 def test_replay_has_the_last_word_and_counts_the_engines_choice_as_the_policys_own(first):
     model = build("qwen3_moe", num_hidden_layers=1)
     router = model.model.layers[0].mlp.gate
-    given = (Router.chosen + 1) % EXPERTS
-    given[4:] = NOWHERE  # these choose for themselves
-    given[0] = Router.chosen[0]
+    choice = (Router.chosen + 1) % EXPERTS
+    choice[4:] = NOWHERE  # these choose for themselves
+    choice[0] = Router.chosen[0]
     if first == "forward":
         follow(router, FollowedRouter, Router())
     replay = RouterReplay(model)
@@ -106,13 +106,13 @@ def test_replay_has_the_last_word_and_counts_the_engines_choice_as_the_policys_o
         follow(router, FollowedRouter, Router())
     seen = []
     router.register_forward_hook(lambda module, args, output: seen.append(output))
-    with torch.no_grad(), replay.during(given.view(1, TOKENS, 1, CHOSEN), replay=True, record=True):
+    with torch.no_grad(), replay.during(choice.view(1, TOKENS, 1, CHOSEN), replay=True, record=True):
         model(input_ids=torch.arange(4, 4 + TOKENS)[None])
     (_, weights, used), own = seen[0], replay.recorded()
     assert torch.equal(own[0, :, 0].long(), Router.chosen)
-    assert torch.equal(used[:4], given[:4]) and torch.equal(used[4:], Router.chosen[4:])
+    assert torch.equal(used[:4], choice[:4]) and torch.equal(used[4:], Router.chosen[4:])
     assert torch.equal(weights[4:], Router.weights[4:]) and torch.equal(weights[0], Router.weights[0])
-    formula = gate_weights(Router.logits[1:4].float(), given[1:4], "qwen3_moe")
+    formula = gate_weights(Router.logits[1:4].float(), choice[1:4], "qwen3_moe")
     torch.testing.assert_close(weights[1:4], formula, rtol=1e-6, atol=0)
 
 
@@ -141,10 +141,12 @@ def test_experts_give_the_engines_values_and_the_gradients_of_unquantized_ones(a
     plain, followed = (build(architecture).model.layers[0].mlp.experts for _ in range(2))
     follow(followed, FollowedExperts, engines_experts)
     assert torch.equal(followed(*inputs()), engines_experts(*inputs()))
-    ours, theirs = gradients(followed), gradients(plain, torch.float32)
-    assert ours[0].dtype == torch.bfloat16 and torch.equal(ours[0], theirs[0].bfloat16())
-    assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True))
-    assert ours[2][0].abs().sum() > 0 == ours[2][3].abs().sum()  # an expert without tokens learns nothing
+    of_followed, theirs = gradients(followed), gradients(plain, torch.float32)
+    assert of_followed[0].dtype == torch.bfloat16 and torch.equal(of_followed[0], theirs[0].bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(of_followed[1:], theirs[1:], strict=True))
+    assert (
+        of_followed[2][0].abs().sum() > 0 == of_followed[2][3].abs().sum()
+    )  # an expert without tokens learns nothing
     followed.one_forward.on = False
     assert torch.equal(followed(*inputs(torch.float32)), plain(*inputs(torch.float32)))
 

@@ -20,7 +20,7 @@ T, V, K = 37, 100, 64
 TEMPERATURE = 0.7
 
 
-def given(dtype=torch.float32, seed=0):
+def head_inputs(dtype=torch.float32, seed=0):
     """Hidden states, and a weight whose logits differ by a few."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(T, K, generator=generator).to(torch.bfloat16).requires_grad_()
@@ -56,13 +56,13 @@ def test_the_optional_outputs_are_trls_in_its_order():
 def test_values_and_gradients_are_trls_at_the_same_logits(outputs, scale, cap, tokens, monkeypatch):
     monkeypatch.setattr(module, "TOKENS", tokens)
     results = []
-    for ours in (False, True):
-        hidden, weight, targets = given()
+    for of_engine in (False, True):
+        hidden, weight, targets = head_inputs()
         kernels = Kernels(weight, scale, cap)
         forward = SimpleNamespace(kernels=kernels)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = apply(
-                followed_head(forward) if ours else ChunkedLogProbFunction,
+                followed_head(forward) if of_engine else ChunkedLogProbFunction,
                 hidden,
                 weight,
                 targets,
@@ -70,25 +70,25 @@ def test_values_and_gradients_are_trls_at_the_same_logits(outputs, scale, cap, t
                 scale,
                 cap,
             )
-        log_probs, entropy, *others = found
+        log_probs, entropy, *optional = found
         loss = (log_probs * torch.linspace(-1, 1, T)).sum() + (0.3 * entropy.sum() if entropy is not None else 0.0)
         loss.backward()
-        results.append(([log_probs, entropy, *others], hidden.grad, weight.grad))
+        results.append(([log_probs, entropy, *optional], hidden.grad, weight.grad))
     assert sum(kernels.rows) == T and max(kernels.rows) <= tokens
-    (theirs, *their_gradients), (ours, *our_gradients) = results
-    for one, other in zip(theirs, ours, strict=True):
+    (theirs, *their_gradients), (of_engine, *gradients) = results
+    for one, other in zip(theirs, of_engine, strict=True):
         assert (one is None) == (other is None)
         if one is not None and one.dtype == torch.bool:
             assert torch.equal(one, other) and not other.requires_grad
         elif one is not None:  # FP32 sums of 100 terms in other orders, of logits below 16
             assert one.dtype == other.dtype == torch.float32 and (one - other).abs().max() < 2**-17
-    for one, other in zip(their_gradients, our_gradients, strict=True):
+    for one, other in zip(their_gradients, gradients, strict=True):
         # a normalizer that differs in FP32 moves few BF16 roundings of the logits' gradients
         assert one.dtype == other.dtype and (one - other).norm() < 1e-3 * one.norm()
 
 
 def test_an_entropy_that_is_only_logged_costs_no_gradient(monkeypatch):
-    hidden, weight, targets = given()
+    hidden, weight, targets = head_inputs()
     forward = SimpleNamespace(kernels=Kernels(weight))
     log_probs, entropy, *_ = apply(followed_head(forward), hidden, weight, targets, ("entropy",))
     assert entropy.requires_grad
@@ -101,7 +101,7 @@ def test_an_entropy_that_is_only_logged_costs_no_gradient(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_frozen_head_and_masters_of_either_dtype(dtype):
-    hidden, weight, targets = given(dtype)
+    hidden, weight, targets = head_inputs(dtype)
     forward = SimpleNamespace(kernels=Kernels(weight))
     apply(followed_head(forward), hidden, weight, targets, ())[0].sum().backward()
     assert weight.grad.dtype == dtype and hidden.grad.dtype == torch.bfloat16

@@ -82,9 +82,9 @@ def test_bf16_backward_is_straight_through(lead, columns, rows, bias, dtype, aut
     twin.to(dtype)
     x, dy = inputs(lead, columns, rows, dtype=dtype)
     _, dx, dw, db = gradients(twin, x, dy, autocast)
-    given, dy = x.detach().bfloat16().double().view(-1, columns), dy.bfloat16().double().view(-1, rows)
+    rounded_x, dy = x.detach().bfloat16().double().view(-1, columns), dy.bfloat16().double().view(-1, rows)
     weight, step = twin.layer.weight.detach().double(), 0 if dtype == torch.float32 else 2**-8
-    for got, a, b in ((dx.view(-1, columns), dy, weight), (dw, dy.T, given)):
+    for got, a, b in ((dx.view(-1, columns), dy, weight), (dw, dy.T, rounded_x)):
         product = a @ b
         bound = 2 * gamma(a.shape[1]) * (a.abs() @ b.abs())
         assert got.dtype == dtype and ((got - product).abs() <= bound + step * (product.abs() + bound)).all()
@@ -182,11 +182,11 @@ def test_what_the_backward_keeps():
         twin.layer.weight.requires_grad_(requires_grad)
         x, _ = inputs((100,), 256, 128)
         own = [twin.layer.weight, x, twin.layer.engine.codes("layer").qdata, twin.layer.engine.codes("layer").scale]
-        held, sizes = {tensor.untyped_storage().data_ptr() for tensor in own}, {}
+        own_storages, sizes = {tensor.untyped_storage().data_ptr() for tensor in own}, {}
 
         def pack(tensor):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in held:
+            if storage.data_ptr() not in own_storages:
                 sizes[storage.data_ptr()] = storage.nbytes()
             return tensor
 

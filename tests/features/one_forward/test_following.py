@@ -75,9 +75,14 @@ def test_without_one_forward_the_mismatch_is_that_of_quantization(checkpoint, tm
 
 
 def bare_trainer(model, recipe, sharded=False, **flags):
-    """What one forward asks of a trainer before there is an engine."""
-    given = {"fp8_forward": "one_forward", "fp8_base": False, "fp8_backward": "bf16", "fp8_gemm_backend": "fake_quant"}
-    args = SimpleNamespace(**given | flags)
+    """Return an object with what one forward reads of a trainer before there is an engine."""
+    defaults = {
+        "fp8_forward": "one_forward",
+        "fp8_base": False,
+        "fp8_backward": "bf16",
+        "fp8_gemm_backend": "fake_quant",
+    }
+    args = SimpleNamespace(**defaults | flags)
     return SimpleNamespace(
         args=args,
         recipe=recipe,
@@ -121,20 +126,20 @@ def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint,
         mismatch = column(trainer, MISMATCH)
         trainer.save_model(str(tmp_path / "saved"))
         policy = trainer.model
-        held = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-        assert {parameter.dtype for parameter in held.values()} == {torch.float32}
+        before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+        assert {parameter.dtype for parameter in before.values()} == {torch.float32}
         ids = torch.tensor([[5, 6, 7, 8]])
         generated = policy.generate(input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
         assert generated.shape == (1, 10) and torch.equal(generated[:, :4], ids)
     assert len(mismatch) == 3 and max(mismatch) < ROUNDING, mismatch
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert type(saved.lm_head) is torch.nn.Linear
-    assert all(torch.equal(parameter, held[name]) for name, parameter in saved.named_parameters())
+    assert all(torch.equal(parameter, before[name]) for name, parameter in saved.named_parameters())
 
 
 @pytest.fixture
 def stale(monkeypatch):
-    """Of how many of 14 linears the engine holds other weights than the policy, when a loss begins."""
+    """Count the linears, of 14, of which the engine holds other weights than the policy when a loss begins."""
     begin_loss, found = Following.begin_loss, []
 
     def begun(following, inputs):
@@ -147,16 +152,16 @@ def stale(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("is_synced_by_trl", [True, False])
 def test_each_optimizer_step_reaches_the_engine_before_the_next_forward(
-    told, checkpoint, tmp_path, monkeypatch, stale
+    is_synced_by_trl, checkpoint, tmp_path, monkeypatch, stale
 ):
     """One that is fused moves no version counter: it is the callback that tells."""
-    if not told:
+    if not is_synced_by_trl:
         monkeypatch.setattr(Following, "on_optimizer_step", lambda *args, **kwargs: None)
     flags = {"num_iterations": 2, "max_steps": 4, "optim": "adamw_torch_fused", "learning_rate": 1e-2}
     trainer = run(checkpoint("qwen3"), tmp_path, **(FULL | flags))
-    assert stale == ([0] * 4 if told else [0, 14, 0, 14])
+    assert stale == ([0] * 4 if is_synced_by_trl else [0, 14, 0, 14])
     assert max(column(trainer, MISMATCH)) < ROUNDING
     # e4m3 has steps of at most 1/8: a uniform error of at most 1/8 / sqrt(12)
     assert max(column(trainer, "fp8/weight_relative_error")) < 0.04
@@ -164,25 +169,27 @@ def test_each_optimizer_step_reaches_the_engine_before_the_next_forward(
 
 def holds(linear):
     """Whether the engine holds the codes of the layer's weight."""
-    fresh, held = linear.one_forward.backward.quantize_weights([linear.weight])[0], linear.engine.codes(linear.name)
-    return torch.equal(held.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8))
+    fresh, codes = linear.one_forward.backward.quantize_weights([linear.weight])[0], linear.engine.codes(linear.name)
+    return torch.equal(codes.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8))
 
 
 @pytest.mark.parametrize("backward", ["bf16", "fp8"])
 def test_between_forward_and_backward_no_copy_of_a_weight_is_kept(backward, checkpoint, tmp_path):
-    """What is gathered for a forward, under FSDP2 or ZeRO-3, would otherwise stay until the backward."""
+    """Weights gathered for a forward, under FSDP2 or ZeRO-3, would otherwise stay until the backward."""
     args = arguments(tmp_path, max_steps=1, fp8_backward=backward, **FULL)
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train()
-        kept, held = [], trainer.vllm_generation.engine.layout.held.values()
-        lasting = {tensor.untyped_storage().data_ptr() for tensor in [*trainer.model.parameters(), *held]}
+        saved_tensors, engine_tensors = [], trainer.vllm_generation.engine.layout.held.values()
+        lasting = {tensor.untyped_storage().data_ptr() for tensor in [*trainer.model.parameters(), *engine_tensors]}
         keep = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: kept.append(tensor) or tensor, lambda kept: kept
+            lambda tensor: saved_tensors.append(tensor) or tensor, lambda tensor: tensor
         )
         with trainer.feature(Following).forward.switched(on=True), trainer.feature(KVCache).as_rollouts_saw(), keep:
             trainer.model(input_ids=torch.tensor([[5, 6, 7]]))
-        weights = [tensor for tensor in kept if tensor.numel() >= 64 * 128]  # the smallest; activations have 3 rows
-        assert len(weights) >= 15 and len(kept) > 2 * len(weights)
+        weights = [
+            tensor for tensor in saved_tensors if tensor.numel() >= 64 * 128
+        ]  # the smallest; activations have 3 rows
+        assert len(weights) >= 15 and len(saved_tensors) > 2 * len(weights)
         assert all(tensor.untyped_storage().data_ptr() in lasting for tensor in weights)
 
 

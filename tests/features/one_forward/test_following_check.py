@@ -34,12 +34,12 @@ def off(module, where=lambda rows: True):
 
 @pytest.fixture(scope="module")
 def trainer(checkpoint, tmp_path_factory):
-    with training(checkpoint("qwen3"), arguments(tmp_path_factory.mktemp("check"), **FULL)) as made:
-        yield made
+    with training(checkpoint("qwen3"), arguments(tmp_path_factory.mktemp("check"), **FULL)) as trainer:
+        yield trainer
 
 
 def failure(trainer, name, **where):
-    """What a run says whose engine computes something else in one of its modules."""
+    """Return the error of a run whose engine computes something else in one of its modules."""
     handle = off(engine_model(trainer.vllm_generation.llm).get_submodule(name), **where)
     trainer.feature(Following)._checked = False
     try:
@@ -61,14 +61,14 @@ def failure(trainer, name, **where):
     ids=lambda text: text.rpartition(".")[2][:20],
 )
 def test_the_first_layer_that_differs_is_named(broken, found, trainer):
-    said = failure(trainer, broken)
-    assert found in said and "leave at most 1e-05 (a policy of type 'qwen3')" in said
-    assert "Set fp8_forward='off'" in said
+    message = failure(trainer, broken)
+    assert found in message and "leave at most 1e-05 (a policy of type 'qwen3')" in message
+    assert "Set fp8_forward='off'" in message
 
 
 def test_what_only_a_decode_computes_otherwise_is_told_apart(trainer):
-    said = failure(trainer, "model.layers.0.mlp.gate_up_proj", where=lambda rows: rows <= DECODED)
-    assert f"all {LAYERS} linear layers agree" in said and "how the engine decodes" in said
+    message = failure(trainer, "model.layers.0.mlp.gate_up_proj", where=lambda rows: rows <= DECODED)
+    assert f"all {LAYERS} linear layers agree" in message and "how the engine decodes" in message
 
 
 def test_an_engine_whose_modules_are_not_called_is_said_to_be_compiled(trainer, monkeypatch):

@@ -28,7 +28,7 @@ def operands(tokens, columns, rows, scale_format="pow2"):
 
 
 def emulated_scaled_mm(a, b, scale_a, scale_recipe_a, scale_b, scale_recipe_b, output_dtype):
-    """What cuBLASLt computes, read off its documented layouts; torch checks shapes and strides on the meta device.
+    """Compute as cuBLASLt does, by its documented layouts; torch checks shapes and strides on the meta device.
 
     torch's check does not include that M is a multiple of 4, cuBLASLt's does.
     """
@@ -85,7 +85,7 @@ def test_a_layer_on_scaled_mm_is_the_layer_on_fake_quant(lead, columns, rows, mo
 
 @pytest.mark.parametrize("tokens, columns, rows", SHAPES)
 def test_bf16_operands_are_exact_with_pow2_scales_only(tokens, columns, rows):
-    """What fake_quant computes on CUDA: there operands are BF16."""
+    """On CUDA fake_quant multiplies in BF16."""
     for scale_format in ("pow2", "fp32"):
         x, w, _ = operands(tokens, columns, rows)
         a, b = quantize_activation(x, scale_format), quantize_weight(w, scale_format)
@@ -95,7 +95,7 @@ def test_bf16_operands_are_exact_with_pow2_scales_only(tokens, columns, rows):
             assert torch.equal(left @ right.T, exact)
         else:
             assert (left @ right.T - exact).norm() > 1e-4 * exact.norm()
-        on_cpu = fp8_gemm.fake_quant_gemm(a, b).double()  # FP32 operands in either format
+        on_cpu = BackwardPrecision().gemm(a, b).double()  # FP32 operands in either format
         terms = dequantize_weight(a, torch.float64).abs() @ dequantize_weight(b, torch.float64).abs().T
         assert ((on_cpu - exact).abs() <= gamma(columns) * terms).all()
 

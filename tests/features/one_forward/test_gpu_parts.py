@@ -1,4 +1,4 @@
-"""What an engine and its trainer share on CUDA, part by part: a row's bits in one batch are its bits in another.
+"""Kernels that engine and trainer share on CUDA, part by part: a row's bits in one batch are its bits in another.
 
 Each test names the part, so that one run says which is not equal. Written from vLLM's source and not yet run: no GPU
 was at hand. That names, arguments and shapes fit was seen on fake tensors (`gpu/dry_run.py`).
@@ -83,8 +83,8 @@ def config(checkpoint, group):
     """vLLM's configuration, in a process group of one rank."""
     from testing.engine_parts import configured
 
-    with configured(checkpoint("qwen3")) as made, torch.no_grad():
-        yield made
+    with configured(checkpoint("qwen3")) as configuration, torch.no_grad():
+        yield configuration
 
 
 def norm_of(size, kind):
@@ -105,7 +105,7 @@ def test_norm(config, size, kind):
 
 
 def test_norm_of_heads(config):
-    """Of queries as they lie in the output of a fused linear layer."""
+    """Norm queries as they lie in the output of a fused linear layer."""
     norm = norm_of(128, "RMSNorm")
     require_rows_alike(lambda x: norm(x[:, :4096].view(-1, 32, 128)), values(4096, 6144))
 
@@ -116,8 +116,8 @@ def test_norm_with_a_residual_is_a_sum_in_bf16_and_the_norm(config, size, kind):
     norm, x, residual = norm_of(size, kind), values(4096, size), 10 * values(4096, size, seed=1)
     for rows in ROWS:
         summed = x[:rows] + residual[:rows]
-        normalized, kept = norm(x[:rows].clone(), residual[:rows].clone())
-        assert torch.equal(kept, summed)
+        normalized, new_residual = norm(x[:rows].clone(), residual[:rows].clone())
+        assert torch.equal(new_residual, summed)
         assert torch.equal(normalized, norm(summed))
     assert not torch.equal(norm(x.float() + residual.float()).bfloat16(), norm(x + residual))
 
@@ -235,8 +235,10 @@ def test_attention_of_the_trainer_is_that_of_prefill(config, head_size, fp8, win
     output, lse, rounded = attend(*qkv, starts, max(LENGTHS), scales)
     assert torch.equal(output, whole)
     assert attend.window == window and attend.softcap == softcap
-    for one, given in zip(rounded, qkv, strict=True):
-        assert torch.equal(one, given) is not fp8 and (one - given).abs().max() <= given.abs().max() / 16 + 2**-6
+    for one, original in zip(rounded, qkv, strict=True):
+        assert (
+            torch.equal(one, original) is not fp8 and (one - original).abs().max() <= original.abs().max() / 16 + 2**-6
+        )
     first = torch.tensor([0, *LENGTHS[:-1]]).cumsum(0)  # a first token sees itself alone
     own = (rounded[0][first].float() * rounded[1][first].float().repeat_interleave(4, 1)).sum(-1) * attend.scaling
     own = softcap * torch.tanh(own / softcap) if softcap else own
@@ -254,7 +256,7 @@ def test_attention_backward_is_the_plain_one(head_size, window):
     seen = {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0, "scale": options[2]}
     softmax = torch.ops.aten._flash_attention_forward(*rounded, *lengths, False, **seen)[:2]
     plain = plain_gradients(rounded, softmax[1], gradient, *options, None)
-    for given in (softmax, None):
-        for one, right in zip(flash_gradients(rounded, given, gradient, *options), plain, strict=True):
+    for softmax_or_none in (softmax, None):
+        for one, right in zip(flash_gradients(rounded, softmax_or_none, gradient, *options), plain, strict=True):
             assert (one.float() - right).abs().max() <= 2**-6 * right.abs().max()
             assert (one.float() - right).norm() <= 2**-7 * right.norm()

@@ -56,18 +56,18 @@ class Followed:
         add_fused_lm_head(self.model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
 
     def gradients(self, recorder, logits):
-        """Of the policy; what its parts get and hand on, and the engine's logits of each row's tokens, are kept."""
-        given, kernels = batch(), self.forward.kernels
+        """Run the policy. Keep inputs and outputs of its parts, and the engine's logits of each row's tokens."""
+        inputs, kernels = batch(), self.forward.kernels
 
         def recorded(hidden):
             logits.append(type(kernels).logits(kernels, hidden))
             return logits[-1]
 
         kernels.logits = recorded
-        labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         head = substituted(trl_utils, "_ChunkedLogProbFunction", followed_head(self.forward))
         with head, visiting(self.model, recorder):
-            output = self.model(**given, labels=labels, fused_lm_head=True)
+            output = self.model(**inputs, labels=labels, fused_lm_head=True)
         self.model.zero_grad()
         rows = zip(PROMPTS, output.log_probs, output.entropy, strict=True)
         losses = [loss_of(row, *(each[1 - len(tokens) :] for each in of)) for row, (tokens, *of) in enumerate(rows)]
@@ -158,7 +158,7 @@ def broken(monkeypatch):
     "architecture, options", [("qwen3", {}), ("gemma3_text", {"tied": True}), ("cohere", {"tied": True})]
 )
 def test_gradients_are_those_of_the_straight_through_definition(architecture, options, checkpoint, broken):
-    """As close to the definition as BF16 gradients between the parts are, and with any broken backward they are not.
+    """Gradients are as close to the definition as BF16 between parts allows; with any broken backward they are not.
 
     The bound is measured on the definition itself: what it costs there to round each gradient that passes from part to
     part to BF16, as autograd does between BF16 tensors. The policy rounds at these places, too; its GEMMs add in FP32,

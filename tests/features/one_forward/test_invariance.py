@@ -1,4 +1,4 @@
-"""What is pinned for a trainer that shares kernels is taken by vLLM and in force; what undoes it is named."""
+"""vLLM takes the settings for a trainer that shares kernels, and they are in force; what undoes them is named."""
 
 import os
 import shutil
@@ -33,12 +33,12 @@ from trl_fp8.upstream.vllm import engine_config, forget_choices
 
 
 def config(points, mode=CompilationMode.VLLM_COMPILE, **changes):
-    """What vLLM makes of `points.arguments()`, without an engine;
+    """Return vLLM's config for `points.arguments()`, without an engine;
     `changes` as `name__in=value` of the inner configs.
     """
-    made = points.arguments()
-    compilation = CompilationConfig(**made["compilation_config"], mode=mode)
-    kernel = KernelConfig(**made["kernel_config"])
+    arguments = points.arguments()
+    compilation = CompilationConfig(**arguments["compilation_config"], mode=mode)
+    kernel = KernelConfig(**arguments["kernel_config"])
     for name, value in changes.items():
         holder = kernel.ir_op_priority if hasattr(kernel.ir_op_priority, name) else compilation
         holder = compilation.pass_config if hasattr(compilation.pass_config, name) else holder
@@ -76,10 +76,10 @@ def test_settings_that_run_other_kernels_are_named(changes, named):
 
 
 def test_another_attention_kernel_and_a_switch_that_is_off_are_named():
-    made = config(CUDA)
-    made.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+    settings = config(CUDA)
+    settings.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
     with pytest.raises(ValueError, match="attention_backend='TRITON_ATTN'; VLLM_BATCH_INVARIANT=0"):
-        CUDA.require(made)
+        CUDA.require(settings)
 
 
 def test_a_router_that_changes_kernels_with_the_batch_is_refused():
@@ -145,7 +145,7 @@ def test_a_user_who_moves_a_rounding_point_is_told(checkpoint, monkeypatch):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Of CUDA what a CPU build of vLLM has not is left out: FlashAttention, kernels in Triton."""
+    """Leave out what a CPU build of vLLM lacks: FlashAttention, kernels in Triton."""
     attention = SimpleNamespace(invariant_attention=nullcontext)
     monkeypatch.setitem(sys.modules, "trl_fp8.features.one_forward.engine_flash_attention", attention)
     monkeypatch.setattr(invariance, "pin_tiles", lambda: None)

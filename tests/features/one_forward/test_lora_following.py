@@ -67,11 +67,11 @@ def test_adapters_get_the_gradients_that_peft_computes(checkpoint, tmp_path):
             value, plain = found[True][0], found[False][0]
             assert torch.equal(value, layer.base_layer.value(x)), name
             assert 0.01 < (value - plain).norm() / plain.norm() < 0.1, name  # e4m3, twice
-            for ours, theirs in zip(found[True][1][1:], found[False][1][1:], strict=True):
-                assert torch.equal(ours, theirs) and theirs.any(), name
-            ours, theirs = found[True][1][0], found[False][1][0]
+            for own, theirs in zip(found[True][1][1:], found[False][1][1:], strict=True):
+                assert torch.equal(own, theirs) and theirs.any(), name
+            own, theirs = found[True][1][0], found[False][1][0]
             # base and adapters are two FP32 GEMMs on both sides
-            assert (ours - theirs).norm() < 1e-6 * theirs.norm(), name
+            assert (own - theirs).norm() < 1e-6 * theirs.norm(), name
 
 
 @pytest.mark.engine

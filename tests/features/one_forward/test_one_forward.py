@@ -79,9 +79,9 @@ def test_values_are_the_engines_bit_for_bit(implementation):
     model = build(implementation=implementation)
     plain = logits(model)
     forward, engine = followed(model)
-    given, found = batch(), logits(model)
+    inputs, found = batch(), logits(model)
     assert found.dtype == torch.bfloat16
-    for ids, mask, row in zip(given["input_ids"], given["attention_mask"].bool(), found, strict=True):
+    for ids, mask, row in zip(inputs["input_ids"], inputs["attention_mask"].bool(), found, strict=True):
         assert torch.equal(row[mask], of_the_engine(engine, ids[mask]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(logits(model), found)
@@ -97,8 +97,8 @@ def test_while_off_and_once_removed_it_is_the_plain_model(architecture, tied):
     on = logits(model)
     assert not torch.equal(on.float(), expected)
     with forward.switched(on=False):
-        given = batch()  # while a hook is there real tokens have the positions that an engine gives them
-        assert torch.equal(model(**given).logits, expected)
+        inputs = batch()  # while a hook is there real tokens have the positions that an engine gives them
+        assert torch.equal(model(**inputs).logits, expected)
         assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients(model).items())
     assert torch.equal(logits(model), on)
     forward.remove()

@@ -51,8 +51,8 @@ def definition(query, key, value, window, softcap, sinks=()):
     return torch.cat(outputs), torch.cat(sums, 1)
 
 
-def gradients(attend, given, weights) -> list[Tensor]:
-    leaves = [one.detach().requires_grad_() for one in given]
+def gradients(attend, inputs, weights) -> list[Tensor]:
+    leaves = [one.detach().requires_grad_() for one in inputs]
     return list(torch.autograd.grad((attend(*leaves) * weights).sum(), leaves))
 
 
@@ -61,38 +61,38 @@ def gradients(attend, given, weights) -> list[Tensor]:
 @pytest.mark.parametrize("scores", [1, 2**11, module.SCORES])
 def test_gradients_are_those_of_the_definition(window, softcap, sinks, heads, scores, monkeypatch):
     monkeypatch.setattr(plain_gradients, "__defaults__", (scores,))
-    given = [*states(heads), *([torch.linspace(-2, 3, heads, dtype=torch.float64).bfloat16().double()] * sinks)]
-    weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs = [*states(heads), *([torch.linspace(-2, 3, heads, dtype=torch.float64).bfloat16().double()] * sinks)]
+    weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def engine(*rounded):
-        return *definition(*rounded, window, softcap, *given[3:]), rounded
+        return *definition(*rounded, window, softcap, *inputs[3:]), rounded
 
     options = (STARTS, max(LENGTHS), SCALING, window, softcap)
-    found = gradients(lambda q, k, v, *s: packed_attention(engine, q, k, v, *options, *s), given, weights)
-    expected = gradients(lambda q, k, v, *s: definition(q, k, v, window, softcap, *s)[0], given, weights)
+    found = gradients(lambda q, k, v, *s: packed_attention(engine, q, k, v, *options, *s), inputs, weights)
+    expected = gradients(lambda q, k, v, *s: definition(q, k, v, window, softcap, *s)[0], inputs, weights)
     bound = 1e-12 * max(one.abs().max() for one in expected)  # a window of 1 leaves q and k no gradient
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape and (one - other).abs().max() < bound
 
 
 def test_the_output_is_the_engines_and_the_gradient_that_of_what_it_rounded():
-    given = states(dtype=torch.bfloat16)
-    rounded = [one.to(E4M3).to(torch.bfloat16) for one in given]
-    weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    answer = torch.randn(given[0].shape).bfloat16()  # whatever the kernel's own roundings make of it
+    inputs = states(dtype=torch.bfloat16)
+    rounded = [one.to(E4M3).to(torch.bfloat16) for one in inputs]
+    weights = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    answer = torch.randn(inputs[0].shape).bfloat16()  # whatever the kernel's own roundings make of it
     lse = definition(*(one.double() for one in rounded), None, None)[1]
 
     def attend(*qkv):
-        made = packed_attention(
+        result = packed_attention(
             lambda *qkv: (answer, lse.float(), tuple(rounded)), *qkv, STARTS, max(LENGTHS), SCALING
         )
-        assert torch.equal(made, answer)
-        return made
+        assert torch.equal(result, answer)
+        return result
 
-    found = gradients(attend, given, weights)
+    found = gradients(attend, inputs, weights)
     exact = [one.double() for one in rounded]
     expected = gradients(lambda *qkv: definition(*qkv, None, None)[0], exact, weights.double())
-    of_what_was_given = [one.double() for one in given]
+    of_what_was_given = [one.double() for one in inputs]
     other = gradients(lambda *qkv: definition(*qkv, None, None)[0], of_what_was_given, weights.double())
     for one, right, wrong in zip(found, expected, other, strict=True):
         assert one.dtype == torch.bfloat16

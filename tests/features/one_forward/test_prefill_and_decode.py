@@ -88,7 +88,7 @@ def test_log_probs_of_decode_steps_are_those_of_a_prefill(engine, architecture, 
     ("architecture", "flags"), [("qwen3", FP8), ("qwen3", BF16_CACHE), ("gemma3_text", FP8), ("gemma2", BF16_CACHE)]
 )
 def test_packed_attention_has_the_engines_bits(engine, architecture, flags):
-    """Of sequences side by side in one prefill, and of one through prefill and decode."""
+    """Sequences side by side in one prefill, and one through prefill and decode."""
     generation = engine(architecture, **flags)
     layers, seen = attention_layers(engine_model(generation.llm)), {}
     for number, layer in layers.items():

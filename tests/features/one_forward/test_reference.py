@@ -110,14 +110,14 @@ def test_a_full_models_reference_follows_what_trl_makes_of_it(checkpoint, tmp_pa
         inputs = batch | {"advantages": torch.zeros_like(batch["advantages"]), "num_items_in_batch": None}
         trainer.loss_type = "bnpo"
         trainer.compute_loss(trainer.model, inputs).backward()
-        ours = gradients(trainer)
+        found = gradients(trainer)
         divergence = k3(trainer, batch, reference)
         (BETA * divergence).backward()
         trainer._end_loss()
         expected = gradients(trainer)
         assert divergence.item() == pytest.approx(trainer.logged["kl"][-1], rel=1e-5)
         # sums over tokens in FP32, in another order
-        assert distance(ours, expected) < 1e-5
+        assert distance(found, expected) < 1e-5
         (BETA * k3(trainer, batch, high)).backward()
         assert distance(gradients(trainer), expected) > 0.05
 
@@ -172,18 +172,18 @@ def test_a_reference_that_is_not_written_anew_is_seen(checkpoint, tmp_path, monk
         assert torch.equal(*(scored(trainer, batch, model) for model in (trainer.ref_model, trainer.model)))
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
+@pytest.mark.parametrize("from_peft_model", [False, True], ids=["new", "from_peft_model"])
 @pytest.mark.parametrize("flags", [FULL, SHARED], ids=["merged", "shared"])
-def test_a_policy_with_adapters_is_its_own_reference(flags, given, checkpoint, tmp_path):
+def test_a_policy_with_adapters_is_its_own_reference(flags, from_peft_model, checkpoint, tmp_path):
     """Its base, or of a `PeftModel` that was given TRL's copy of its adapter."""
     model, config = checkpoint("qwen3"), {"peft_config": lora()}
-    if given:
+    if from_peft_model:
         torch.manual_seed(0)
         whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         model = get_peft_model(whole, lora(init_lora_weights=False))
         config = {}
     with training(model, arguments(tmp_path, **(MOVING | flags)), **config) as trainer:
-        assert ("ref" in trainer.model.peft_config) == given
+        assert ("ref" in trainer.model.peft_config) == from_peft_model
         seen = batches(trainer)
         trainer.train()
         (_, start), (batch, _) = seen
@@ -194,18 +194,20 @@ def test_a_policy_with_adapters_is_its_own_reference(flags, given, checkpoint, t
 
 
 @pytest.mark.parametrize(
-    "flags, given", [(FULL, False), (FULL, True), (SHARED, True)], ids=["new", "given", "shared-given"]
+    "flags, from_peft_model",
+    [(FULL, False), (FULL, True), (SHARED, True)],
+    ids=["new", "from_peft_model", "shared-given"],
 )
-def test_base_weights_that_train_beside_adapters_are_the_references_too(flags, given, checkpoint, tmp_path):
-    """As in TRL, which disables the adapters of the policy as it is. LongLoRA trains norms and embeddings so."""
+def test_base_weights_that_train_beside_adapters_are_the_references_too(flags, from_peft_model, checkpoint, tmp_path):
+    """TRL disables the adapters of the policy as it is now. LongLoRA trains norms and embeddings beside adapters."""
     model, config = checkpoint("qwen3"), {"peft_config": lora(modules_to_save=None)}
-    if given:
+    if from_peft_model:
         whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         model, config = get_peft_model(whole, lora(modules_to_save=None)), {}
         free_norms(model)
     args = arguments(tmp_path, **(MOVING | flags | {"learning_rate": 1e-2}))
     with training(model, args, **config) as trainer:
-        assert ("ref" in trainer.model.peft_config) == given
+        assert ("ref" in trainer.model.peft_config) == from_peft_model
         free_norms(trainer.model)
         seen = batches(trainer)
         trainer.train()

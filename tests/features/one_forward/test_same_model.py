@@ -25,10 +25,10 @@ def run(folder, checkpoint, **flags):
 
 
 @pytest.mark.parametrize(
-    "architecture, options, said", [("llama", HALF_TURNED, BY_HALVES), ("mistral", WINDOWED, [OPEN])]
+    "architecture, options, expected", [("llama", HALF_TURNED, BY_HALVES), ("mistral", WINDOWED, [OPEN])]
 )
 def test_a_policy_that_would_follow_is_stopped_before_anything_is_sampled(
-    architecture, options, said, checkpoint, tmp_path
+    architecture, options, expected, checkpoint, tmp_path
 ):
     with run(tmp_path, checkpoint(architecture, **options), fp8_forward="one_forward") as trainer:
         sampled = recorded(trainer.vllm_generation.llm, "generate", lambda outputs, *args, **kwargs: len(outputs))
@@ -37,7 +37,7 @@ def test_a_policy_that_would_follow_is_stopped_before_anything_is_sampled(
         with pytest.raises(RuntimeError, match="computes a different model"):  # nothing is taken for compared
             trainer.train()
     lines = [line.strip() for line in str(raised.value).splitlines()]
-    assert lines[1:-1] == said and not sampled
+    assert lines[1:-1] == expected and not sampled
     assert "Set fp8_forward='off'" in lines[-1] and "fp8_forward_check='warn'" in lines[-1]
 
 
@@ -49,28 +49,28 @@ def test_a_warning_once_where_it_is_asked_for(checkpoint, tmp_path, caplog):
     ):
         trainer.train()
         trainer.vllm_generation.sync_weights()
-    told = [record.message for record in caplog.records if "a different model" in record.message]
-    assert len(told) == 1 and CLOSED in told[0]
+    warnings = [record.message for record in caplog.records if "a different model" in record.message]
+    assert len(warnings) == 1 and CLOSED in warnings[0]
     assert column(trainer, "mismatch/logp_difference_mean") == [0]  # which is why it has to be told
 
 
 @pytest.mark.parametrize(
-    "options, said",
+    "options, expected",
     [
         (HALF_TURNED, BY_HALVES),
         ({}, []),
     ],
     ids=["half turned", "the same"],
 )
-def test_a_policy_that_does_not_follow_is_warned(options, said, checkpoint, tmp_path, caplog):
+def test_a_policy_that_does_not_follow_is_warned(options, expected, checkpoint, tmp_path, caplog):
     """Also without an FP8 KV cache, which has a hook on attention."""
     with run(tmp_path, checkpoint("llama", **options), kv_cache_dtype="auto") as trainer:
         implementation = trainer.model.config._attn_implementation
         with caplog.at_level("WARNING", logger="trl_fp8"):
             trainer.train()
-    told = [record.message for record in caplog.records if "a different model" in record.message]
-    lines = [line.strip() for text in told for line in text.splitlines()]
-    assert lines[1:-1] == said and len(told) == bool(said)
+    warnings = [record.message for record in caplog.records if "a different model" in record.message]
+    lines = [line.strip() for text in warnings for line in text.splitlines()]
+    assert lines[1:-1] == expected and len(warnings) == bool(expected)
     findings = trainer.feature(SameModel).witness.findings
     assert findings.compared > 10 and trainer.model.config._attn_implementation == implementation
 
@@ -81,9 +81,9 @@ def test_torchs_attention_leaves_out_the_soft_cap_of_gemma_2(checkpoint, tmp_pat
         with run(tmp_path / implementation, checkpoint("gemma2"), **args) as trainer:
             with caplog.at_level("WARNING", logger="trl_fp8"):
                 trainer.train()
-        told = [record.message for record in caplog.records if "a different model" in record.message]
-        assert len(told) == 1, implementation
-    [line] = [line.strip() for line in told[0].splitlines() if "layers.0" in line]
+        warnings = [record.message for record in caplog.records if "a different model" in record.message]
+        assert len(warnings) == 1, implementation
+    [line] = [line.strip() for line in warnings[0].splitlines() if "layers.0" in line]
     assert line.startswith(
         "model.layers.0.self_attn: soft cap of scores, for which attn_implementation has to be 'eager'"
     )

@@ -32,7 +32,7 @@ class Recorded:
 
 @pytest.fixture
 def pinned(monkeypatch):
-    """As after `pin_tiles`, in this test only."""
+    """Pin tiles, in this test only."""
     monkeypatch.setattr(batch_invariant, "_get_matmul_config", batch_invariant._get_matmul_config)
     monkeypatch.setattr(fused_moe, "get_default_config", fused_moe.get_default_config)
     monkeypatch.setattr(fp8_utils, "get_w8a8_block_fp8_configs", lambda *shape: "measured")
@@ -96,7 +96,7 @@ def test_experts_have_one_tile_while_vllm_is_invariant_and_vllms_otherwise(monke
 
 
 def test_measured_tiles_of_fp8_linears_are_for_engines_that_nobody_shares(pinned, monkeypatch):
-    asked = (24576, 1536, 128, 128)
-    assert fp8_utils.get_w8a8_block_fp8_configs(*asked) == "measured"
+    shape = (24576, 1536, 128, 128)
+    assert fp8_utils.get_w8a8_block_fp8_configs(*shape) == "measured"
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    assert fp8_utils.get_w8a8_block_fp8_configs(*asked) is None
+    assert fp8_utils.get_w8a8_block_fp8_configs(*shape) is None

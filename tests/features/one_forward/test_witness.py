@@ -19,12 +19,12 @@ LONGEST = 64
 IDS = torch.tensor([[4 + 7 * p % 50 for p in range(24)]])
 
 
-def gelu_for_silu(held):
-    held.get_submodule(f"{LAYER}.mlp").act_fn = nn.GELU()
+def gelu_for_silu(engine_model):
+    engine_model.get_submodule(f"{LAYER}.mlp").act_fn = nn.GELU()
 
 
-def gate_for_up(held):
-    held.get_submodule(f"{LAYER}.mlp").act_fn = ActsOnUp()
+def gate_for_up(engine_model):
+    engine_model.get_submodule(f"{LAYER}.mlp").act_fn = ActsOnUp()
 
 
 class ActsOnUp(nn.Module):
@@ -42,33 +42,33 @@ class Product:
         return nn.functional.silu(up) * self.gate
 
 
-def another_eps(held):
-    held.get_submodule(f"{LAYER}.input_layernorm").variance_epsilon = 1e-5
+def another_eps(engine_model):
+    engine_model.get_submodule(f"{LAYER}.input_layernorm").variance_epsilon = 1e-5
 
 
-def half_of_the_channels(held):
-    rotary = held.model.rotary_emb
+def half_of_the_channels(engine_model):
+    rotary = engine_model.model.rotary_emb
     rotary.inv_freq[len(rotary.inv_freq) // 2 :] = 0
 
 
-def another_base(held):
-    held.model.rotary_emb.inv_freq.pow_(1.01)
+def another_base(engine_model):
+    engine_model.model.rotary_emb.inv_freq.pow_(1.01)
 
 
-def another_window(held):
-    held.get_submodule(f"{LAYER}.self_attn").sliding_window = 16
+def another_window(engine_model):
+    engine_model.get_submodule(f"{LAYER}.self_attn").sliding_window = 16
 
 
-def window_beyond_the_text(held):
-    held.get_submodule(f"{LAYER}.self_attn").sliding_window = 40
+def window_beyond_the_text(engine_model):
+    engine_model.get_submodule(f"{LAYER}.self_attn").sliding_window = 40
 
 
-def another_scaling(held):
-    held.get_submodule(f"{LAYER}.self_attn").scaling = 0.1
+def another_scaling(engine_model):
+    engine_model.get_submodule(f"{LAYER}.self_attn").scaling = 0.1
 
 
-def scaled_logits(held):
-    held.config.logit_scale = 1.1
+def scaled_logits(engine_model):
+    engine_model.config.logit_scale = 1.1
 
 
 ATTENTION = f"{LAYER}.self_attn"

@@ -62,20 +62,20 @@ def gate_and_up(layer, patch):
 
 
 def codes(layer, patch):
-    held = layer.self_attn.o_proj.weight
-    patch.setattr(held, "data", held.data.flip(0))
+    weight = layer.self_attn.o_proj.weight
+    patch.setattr(weight, "data", weight.data.flip(0))
     return f"{LAYER}.self_attn.o_proj: output (error"
 
 
 def chosen(layer, patch):
-    held = layer.mlp.gate.weight
-    patch.setattr(held, "data", held.data.roll(1, 0))
+    weight = layer.mlp.gate.weight
+    patch.setattr(weight, "data", weight.data.roll(1, 0))
     return f"{LAYER}.mlp.gate: logits (error"
 
 
 def experts(layer, patch):
-    [held] = [each for name, each in layer.mlp.named_parameters() if name.endswith("w2_weight")]
-    patch.setattr(held, "data", held.data.roll(1, 0))
+    [weight] = [each for name, each in layer.mlp.named_parameters() if name.endswith("w2_weight")]
+    patch.setattr(weight, "data", weight.data.roll(1, 0))
     return f"{LAYER}.mlp.experts: output (error"
 
 
@@ -91,9 +91,9 @@ def test_each_is_named(synced, subtests):
     assert not witnessed(forward, generation.model).differences
     for broken in BROKEN[architecture]:
         with subtests.test(broken.__name__), pytest.MonkeyPatch.context() as patch:
-            said = broken(model.layers[1], patch)
+            expected = broken(model.layers[1], patch)
             found = witnessed(forward, generation.model).lines()
-            assert len(found) == 1 and found[0].startswith(said), found
+            assert len(found) == 1 and found[0].startswith(expected), found
     assert not witnessed(forward, generation.model).differences
 
 

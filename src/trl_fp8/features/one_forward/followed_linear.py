@@ -68,7 +68,10 @@ class BackwardPrecision:
 
     def gemm(self, a: Float8Tensor, b: Float8Tensor) -> Tensor:
         """Return `a @ b.T` `[M, N]`, at least in BF16; `a` has 1x128 scales, `b` 128x128 or 1x128 scales."""
-        return {"fake_quant": fake_quant_gemm, "scaled_mm": scaled_mm_gemm}[self.backend](a, b)
+        if self.backend == "scaled_mm":
+            return scaled_mm_gemm(a, b)
+        dtype = gemm_dtype(a.device)
+        return dequantize_weight(a, dtype) @ dequantize_weight(b, dtype).T
 
 
 class FusedCall:
@@ -226,11 +229,6 @@ def _float8(codes: Tensor, scale: Tensor, block_size: list[int]) -> Float8Tensor
 def gemm_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype of a backward GEMM: BF16, but FP32 on CPU, which may emulate BF16 ten times slower."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
-
-
-def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
-    dtype = gemm_dtype(a.device)
-    return dequantize_weight(a, dtype) @ dequantize_weight(b, dtype).T
 
 
 def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:

@@ -136,8 +136,8 @@ class OneForward(FollowedAttention, Swapper):
     the policy as it was.
 
     Attributes:
-        modules: Path in `model` -> module that follows, in the model's order.
-        copies: Likewise, the copies that PEFT keeps of `modules_to_save` for a reference.
+        modules: Path in `model` -> module that follows, in the model's order, without PEFT's copies of
+            `modules_to_save` for a reference, which follow, too.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class OneForward(FollowedAttention, Swapper):
         self.backward, self.kernels, self.recipe, self.hook = backward, kernels, recipe, hook
         self.on = True
         self.modules: dict[str, nn.Module] = {}
-        self.copies: dict[str, nn.Module] = {}
+        self._swapped: list[nn.Module] = []
         base = transformers_model(model)
         # Attention calls the rotary function of its family's file by name. The patch stays for good and does nothing
         # without a `RotaryCall`
@@ -187,12 +187,12 @@ class OneForward(FollowedAttention, Swapper):
 
     def remove(self) -> None:
         """Turn the modules back into what they were, unless that was done."""
-        if not self.modules:
+        if not self._swapped:
             return
-        for module in (*self.modules.values(), *self.copies.values()):
+        for module in self._swapped:
             restore(module)
+        self._swapped.clear()
         self.modules.clear()
-        self.copies.clear()
         self.hook.replace(None)
 
     def __reduce__(self) -> tuple:
@@ -254,8 +254,9 @@ class OneForward(FollowedAttention, Swapper):
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
         swap(module, mixin, one_forward=self, **attributes)
-        is_copy = checkpoint_name(path) != without_copies(checkpoint_name(path))
-        (self.copies if is_copy else self.modules)[path] = module
+        self._swapped.append(module)
+        if checkpoint_name(path) == without_copies(checkpoint_name(path)):
+            self.modules[path] = module
 
 
 def computing(base: PreTrainedModel) -> set[nn.Module]:
