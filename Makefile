@@ -68,7 +68,7 @@ format: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/capacity.md from the plan, docs/models.md and docs/claims.md from the results
+docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/capacity.md from the plan, docs/models.md and docs/evidence.md from the results
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python -m docs.generate_capacity
 	$(BIN)/python -m docs.generate_models
@@ -78,7 +78,7 @@ models: $(TESTABLE) $(VENV)/torchvision  ## every family of models through a who
 	OMP_NUM_THREADS=1 $(BIN)/python -m testing.matrix $(ARGS)
 	$(BIN)/python -m docs.generate_models
 
-claims: $(TESTABLE)  ## the training runs of docs/claims.md that have no result yet, hours, and what they say; stop it and go on at any time
+claims: $(TESTABLE)  ## the training runs of docs/evidence.md that have no result yet, hours, and what they say; stop it and go on at any time
 	$(BIN)/python -m benchmarks.claims $(ARGS)
 	$(BIN)/python -m benchmarks.claims.verdicts
 	$(BIN)/python -m benchmarks.claims.pictures

@@ -447,15 +447,24 @@ def test_trees_differ_where_they_do():
     ]
 
 
-def test_the_page_is_what_the_results_make_of_it(monkeypatch, tmp_path):
-    assert generate_claims.PAGE.read_text() == generate_claims.page()
-    held = {"hardware": "two cores", "commit": "abc", "results": verdicts.results(grid_of_runs())}
-    (tmp_path / "claims_cpu.json").write_text(json.dumps(held))
+@pytest.mark.parametrize("path", generate_claims.PAGES, ids=lambda path: path.name)
+def test_a_page_is_what_the_results_make_of_it(path):
+    assert path.read_text() == generate_claims.page(path)
+
+
+def test_other_results_make_other_pages(monkeypatch, tmp_path, capsys):
+    for path in generate_claims.RESULTS.parent.glob("*_cpu.json"):
+        (tmp_path / path.name).write_text(path.read_text())
+    record = {"hardware": "two cores", "commit": "abc", "results": verdicts.results(grid_of_runs())}
+    (tmp_path / "claims_cpu.json").write_text(json.dumps(record))
     monkeypatch.setattr(generate_claims, "RESULTS", tmp_path / "claims_cpu.json")
     monkeypatch.setattr("sys.argv", ["generate_claims", "--check"])
-    text = generate_claims.generated()
+    text = generate_claims.generated("details")
     assert text.count("**supported**") == 6 and "area, e4m3 - BF16: -0." in text and "| **above 0.01** |" in text
+    assert generate_claims.generated("verdicts").count("**supported**") == 6
+    assert "| k3, 8 layers, FP8 linears and KV cache | 0.02" in generate_claims.generated("measured")
     assert generate_claims.main() == 1
+    assert "docs/evidence.md differs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["claims_map", "claims_curves"])

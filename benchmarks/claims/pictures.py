@@ -1,4 +1,4 @@
-"""The pictures of docs/claims.md: mismatch against final accuracy, and the curves that each claim compares.
+"""Draw accuracy over time for each claim (docs/evidence.md), and mismatch against accuracy (README.md here).
 
 python -m benchmarks.claims.pictures        # writes docs/images/claims_map.png and claims_curves.png
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.claims.verdicts        # writes benchmarks/results/claims_cpu.json
 
-docs/claims.md says by which rule, and docs/generate_claims.py shows it there.
+benchmarks/claims/README.md says by which rule, and docs/generate_claims.py writes the tables.
 """
 
 from collections.abc import Container

@@ -6,7 +6,7 @@ The texts name what a user can change. The caller takes care that each is said o
 from collections.abc import Mapping
 
 
-MAX_K3_KL = 0.01  # between 0.006, where no loss was told, and 0.03, where one was (docs/claims.md)
+MAX_K3_KL = 0.01  # between 0.006, where no loss was found, and 0.03, where one was (docs/evidence.md)
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: runs below it lost most, those above nothing that was told
 MIN_SEQUENCE_EFFECTIVE_SAMPLE_SIZE = 0.3  # verl's rollout-correction docs
 MAX_MASKED_SEQUENCES = 0.2
