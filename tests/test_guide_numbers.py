@@ -1,6 +1,7 @@
 """Numbers of README and of the guide pages are those of the result files."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from matplotlib.image import imread
 
 from benchmarks.pictures import plot_mismatch
 from testing.record import interval
+from trl_fp8.recipe.families import types_with
 
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +82,12 @@ def test_readmes_picture_is_of_the_stored_runs(tmp_path):
     )
     # Not equal bytes: letters differ between versions of matplotlib
     assert abs(drawn - shown).mean() < 0.2 * abs(of_others - shown).mean()
+
+
+def test_counts_and_names_of_models():
+    assert f"It works for [{len(results_of('models'))} families of models]" in text_of("README.md")
+    (listed,) = re.findall(r"\*\*Models\.\*\* (.*?)\. On CPU", text_of("docs/how_it_works.md"))
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(types_with("followed"))
 
 
 def test_claims_that_pages_repeat():
