@@ -383,6 +383,6 @@ def test_what_is_gathered_of_qwen3_8b_is_what_the_page_says(ranks):
             sent, gathers = sent + recipe.format.weight_bytes(parameter.shape), gathers + 2
         else:
             sent, gathers = sent + 2 * parameter.numel(), gathers + 1
-    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
     [row] = re.findall(r"^\| Qwen3-8B .*\| (.*) GB \| (\d+) \|$", page, re.MULTILINE)
     assert row == (f"{whole / 1e9:.1f} -> {sent / 1e9:.1f}", str(gathers))

@@ -31,7 +31,7 @@ from trl_fp8.scripts.arguments import make_parser
 
 RUN_CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 GSM8K = RUN_CONFIGS / "qwen3_1_7b_gsm8k_lora_1xh100.yaml"
-SLURM = Path(__file__).parents[2] / "docs" / "slurm.md"
+SLURM = Path(__file__).parents[2] / "docs" / "scaling.md"
 REWARD = """
 import os, signal
 from pathlib import Path
@@ -64,7 +64,7 @@ def here(tmp_path, monkeypatch):
 def test_a_job_that_is_submitted_twice_trains_a_run_config_on_what_is_given_instead_of_its_model(
     checkpoint, here, monkeypatch, capfd
 ):
-    """The command of docs/slurm.md on the CPU, through accelerate: Ctrl-C in its second step, then the same again.
+    """The command of docs/scaling.md on the CPU, through accelerate: Ctrl-C in its second step, then the same again.
 
     Metrics go to a local backend, and a report is made of them.
     """
