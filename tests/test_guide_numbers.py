@@ -98,6 +98,15 @@ def test_claims_that_pages_repeat():
     assert f"against BF16 rollouts by {stated.format(**one_forward)}" in text_of("docs/how_it_works.md")
 
 
+def test_the_mismatch_of_a_deep_model():
+    deepest = max(results_of("smollm2_depth")["cells"], key=lambda cell: cell["layers"])["fp8_linears_kv"]["k3"]
+    stated = "{median:.3f} (range {min:.3f} to {max:.3f}, 3 seeds)".format(**deepest)
+    assert f"has a k3 of {stated} without a fault" in text_of("docs/rollout_correction.md")
+    toy = results_of("claims")["arms"]["addition-e4m3_kv-none-bf16-1x1"]["k3"]["value"]
+    assert f"k3 is {toy:.4f} for that policy" in text_of("README.md")
+    assert f"{deepest['median']:.3f} for SmolLM2-135M" in text_of("README.md")
+
+
 def test_the_step_time_of_one_forward():
     ratio = results_of("flow")["step_seconds_ratio"]
     page = text_of("docs/how_it_works.md")
