@@ -13,9 +13,6 @@ An FP8 kernel also rounds p before it adds up its output, and FlashAttention's b
 output, as output * do. Its error is the same for all keys of a query, so it would not average out. Where q, k, v were
 rounded, the GPU therefore computes output and lse again in BF16 for the backward.
 
-Sequences come in three forms: padded rows, as transformers has them; packed one after another (`Sequences`), as
-kernels want them; and in pages (`Pages`), as a paged KV cache holds them.
-
 Shape letters: B rows, T tokens of a padded row, N tokens of all sequences, R sequences, L tokens of the longest, H
 query heads, G key heads, M = H / G, D head size, C queries of a chunk, S keys.
 """
@@ -118,18 +115,12 @@ def packed_attention(
 ) -> Tensor:
     """Return the output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
 
-    Args:
-        engine: Called without gradients. Returns the output, lse `[H, N]` and q, k, v as it rounded them, or the very
-            tensors if it rounded none.
-        starts: int32 `[R + 1]`, the first token of each sequence, and N.
-        longest: Tokens of the longest sequence.
-        scaling: Multiplier applied to the scores.
-        window: Tokens that a query sees, itself included; None: all before it.
-        softcap: Scores s become softcap * tanh(s / softcap).
-        sinks_H: The policy's sinks, for their gradient; `engine` has its own.
+    `engine` is called without gradients. It returns the output, lse `[H, N]` and q, k, v as it rounded them, or the
+    very tensors if it rounded none. `sinks_H` are the policy's, for their gradient; the engine has its own. The other
+    arguments are those of `engine.kernels.Attention`.
     """
-    mask = (starts, longest, scaling, window, softcap)
-    return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, sinks_H, *mask)
+    options = (starts, longest, scaling, window, softcap)
+    return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, sinks_H, *options)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -172,14 +163,11 @@ def flash_gradients(
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of q, k and v by torch's FlashAttention.
-
-    `softmax`: output and lse `[H, N]`; None to compute them from the rounded q, k, v.
-    """
+    """Return gradients of q, k and v by torch's FlashAttention. `softmax`: output and lse `[H, N]`, or None."""
     lengths = (starts, starts, longest, longest, 0.0, True)
     seen = {"scale": scaling, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     query = rounded[0]
-    if softmax is None:
+    if softmax is None:  # the engine computed with p in e4m3
         softmax = torch.ops.aten._flash_attention_forward(*rounded, *lengths, False, **seen)[:2]
     no_dropout = query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)
     gradient = gradient_NHD.to(query.dtype).contiguous()
@@ -263,19 +251,12 @@ def _token_places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 class Pages(NamedTuple):
-    """Places of tokens in a paged KV cache, where each sequence starts a page and its pages follow one another.
+    """Places of tokens in a paged KV cache, where each sequence starts a page and its pages follow one another."""
 
-    Attributes:
-        slots: Tokens of a page.
-        count: An upper bound of the pages that are used, because the host waits for no length.
-        slots_N: Each token's slot, counted over all pages, int64.
-        table: Each sequence's pages, int32 `[R, pages of the longest]`; after its last one any that exist.
-    """
-
-    slots: int
-    count: int
-    slots_N: Tensor
-    table: Tensor
+    slots: int  # tokens of a page
+    count: int  # an upper bound of the pages that are used: the host waits for no length
+    slots_N: Tensor  # each token's slot, counted over all pages, int64
+    table: Tensor  # each sequence's pages, int32 `[R, pages of the longest]`; after its last one any that exist
 
 
 def pages_of(starts: Tensor, longest: int, tokens: int, slots: int) -> Pages:

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
@@ -247,14 +247,25 @@ class Comparison:
 
     def engine(self) -> AbstractContextManager[None]:
         """Watch what the engine computes in the block."""
-        return self._kernels.watching(self._note_engine)
+
+        def note(layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
+            for linear in (self._linears[layer] for layer in layers):
+                self._engine[linear.name, "input"].append(checksums(x))
+                self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
+
+        return self._kernels.watching(note)
 
     @contextmanager
     def policy(self) -> Iterator[None]:
         """Watch what the policy computes in the block."""
+
+        def note(linear: FollowedLinear, args: tuple[Tensor, ...], y: Tensor) -> None:
+            self._policy[linear.name, "input"] = checksums(args[0])
+            self._policy[linear.name, "output"] = checksums(y)
+
         with ExitStack() as handles:
-            for name, linear in self._linears.items():
-                handles.enter_context(linear.register_forward_hook(partial(self._note_policy, name)))
+            for linear in self._linears.values():
+                handles.enter_context(linear.register_forward_hook(note))
             yield
 
     @property
@@ -271,15 +282,6 @@ class Comparison:
                     name, end = place
                     return f"the {end} of {name}, from token {differing[0] + 1} of {len(own)} on"
         return None
-
-    def _note_engine(self, layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
-        for linear in (self._linears[layer] for layer in layers):
-            self._engine[linear.name, "input"].append(checksums(x))
-            self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
-
-    def _note_policy(self, name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        self._policy[name, "input"] = checksums(args[0])
-        self._policy[name, "output"] = checksums(y)
 
 
 def checksums(rows: Tensor) -> Tensor:

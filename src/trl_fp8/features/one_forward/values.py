@@ -41,19 +41,13 @@ DRAWS = 4  # of directions in which the input of experts is moved
 
 
 class Findings:
-    """The result of a comparison: what differs, and how near the rest came to its bounds.
-
-    Attributes:
-        differences: Module -> the quantity that differs and what both sides have. The first one of a module is kept,
-            because later ones may follow from it.
-        excesses: Kind of module -> the largest error over its bound.
-        compared: Number of comparisons.
-    """
+    """The result of a comparison: what differs, and how near the rest came to its bounds."""
 
     def __init__(self):
+        # Module -> the first quantity that differs, since others may follow from it, and what both sides have
         self.differences: dict[str, str] = {}
-        self.excesses: dict[str, float] = {}
-        self.compared = 0
+        self.excesses: dict[str, float] = {}  # kind of module -> the largest error over its bound
+        self.compared = 0  # number of comparisons
 
     def lines(self) -> list[str]:
         return [f"{module}: {quantity}" for module, quantity in self.differences.items()]
@@ -218,10 +212,7 @@ class Values:
         softcap: float | None,
         found: Tensor,
     ) -> None:
-        """Compare logits; the engine's are `found` `[T, V]`.
-
-        transformers multiplies the product by `scale` and caps it by `softcap`.
-        """
+        """Compare logits `[T, V]`; the engine's are `found`, transformers scales by `scale` and caps by `softcap`."""
         with torch.autocast(hidden_TK.device.type, enabled=False):
             x_TK = tokens_of(hidden_TK)
             own_TV = nn.functional.linear(x_TK.to(weight.dtype), weight, bias).float()

@@ -40,11 +40,8 @@ GATES = torch.linspace(-6, 6, 241)[:, None]  # inputs of activation functions
 class Witness:
     """Compares what runs inside of `watching`, and keeps the result in `findings`.
 
-    Args:
-        model: The policy, in whatever wrappings.
-        hook: On its attention.
-        longest: Tokens of the longest sequence of the run.
-        forward: Lets the policy follow the engine; None if it does not.
+    `model` is the policy, in whatever wrappings, `hook` is on its attention, and `forward` lets it follow the engine
+    (None: it does not). The longest sequence of the run has `longest` tokens.
     """
 
     def __init__(
