@@ -1,4 +1,4 @@
-"""From what the policy's attention sees to the scales of the engine's next KV cache.
+"""Calibration: the scales of the engine's next KV cache, made of what the policy's attention sees.
 
 vLLM 0.31 has no calibration of its own. Two sources of magnitudes, `kv_calibration`:
 
@@ -13,11 +13,11 @@ in force did not hold; in training too many of them widen the margin.
 
 What changes from call to call is one immutable `KVState`. Each of these returns the next one:
 
-    state.expecting(prompts)             before each call of the engine
-    next_scales(state, how, model)       in a sync, for the coming prompts
-    state.after_rollouts(how, ...)       when all rollouts of a generation are there
-    with state.watching(how.hook): ...   around the trainer's forwards over them (returns nothing)
-    state.saturation(how)                when TRL's batch is complete
+    state.expecting(prompts)              before each call of the engine
+    next_scales(state, calibration, ...)  in a sync, for the coming prompts
+    state.after_rollouts(...)             when all rollouts of a generation are there
+    with state.watching(hook): ...        around the trainer's forwards over them (returns nothing)
+    state.saturation(calibration)         when TRL's batch is complete
 """
 
 import json
@@ -52,7 +52,7 @@ SAVED = ("step", "rollouts", "amax_L3", "saturated_L2", "margin_factor")  # fiel
 
 @dataclass(frozen=True)
 class Calibration:
-    """How scales are made; the same during a run and on every rank."""
+    """Settings of a calibration; the same during a run and on every rank."""
 
     hook: AttentionHook  # of the policy
     mode: str  # flag kv_calibration
@@ -76,7 +76,7 @@ class NewRollouts:
 
 @dataclass(frozen=True, eq=False)
 class KVState:
-    """What the next scales depend on beside the weights. All but token ids is the same on every rank.
+    """State that the next scales depend on, beside the weights. All but token ids is the same on every rank.
 
     The fields in `SAVED` are what training's generations have shown. A resumed run reads them back, and then
     calibrates as the uninterrupted one.
@@ -95,37 +95,38 @@ class KVState:
     evaluation_warned: bool = False  # of saturation in an evaluation, once a run
 
     def runs_prompts(self, mode: str) -> bool:
-        """Whether the next scales depend on the coming prompts."""
+        """Return whether the next scales depend on the coming prompts."""
         return mode == "policy" or self.amax_L3 is None
 
     def expecting(self, prompts: list[list[int]]) -> "KVState":
-        """The engine is about to continue `prompts`."""
+        """Note the prompts that the engine is about to continue."""
         return replace(self, coming_prompts=prompts)
 
     def after_rollouts(
-        self, how: Calibration, sequences: Sequence[Sequence[int]], scales: KVScales, step: int | None
+        self, calibration: Calibration, sequences: Sequence[Sequence[int]], scales: KVScales, step: int | None
     ) -> "KVState":
         """Note rollouts (token ids of prompt and completion), the scales that they were sampled under, and at what
         step of training; None: in an evaluation. Raises `RuntimeError` if no scales were made yet, and as `observed`.
         """
         if self.margin is None:
             raise RuntimeError("rollouts arrived before next_scales() has made any scales for the engine.")
-        _, state = self.observed(how)
+        _, state = self.observed(calibration)
         joins = step == state.step
-        observation = QKVObservation(how.hook.layers, how.hook.device, scales_L3=scales.values.to(how.hook.device))
+        hook = calibration.hook
+        observation = QKVObservation(hook.layers, hook.device, scales_L3=scales.values.to(hook.device))
         state = replace(state, new=NewRollouts(observation, step is not None, joins, state.factor_in_force))
         if step is None:
             return state
-        latest = [*sequences, *(state.rollouts if joins else ())] if how.mode == "policy" else ()
-        return replace(state, step=step, rollouts=bounded(latest, how.max_tokens))
+        latest = [*sequences, *(state.rollouts if joins else ())] if calibration.mode == "policy" else ()
+        return replace(state, step=step, rollouts=bounded(latest, calibration.max_tokens))
 
     def watching(self, hook: AttentionHook) -> AbstractContextManager[None]:
-        """Around each forward of the trainer. New rollouts are observed until `saturation` or scales are asked for: in
-        TRL's old-log-prob pass, which is over all of them, or without one in each forward of their loss.
+        """Enclose each forward of the trainer. New rollouts are observed until `saturation` or scales are asked for:
+        in TRL's old-log-prob pass, which is over all of them, or without one in each forward of their loss.
         """
         return self.new.observation.watching(hook) if self.new else nullcontext()
 
-    def observed(self, how: Calibration) -> tuple[Tensor | None, "KVState"]:
+    def observed(self, calibration: Calibration) -> tuple[Tensor | None, "KVState"]:
         """Account for new rollouts if a forward saw them; a collective then.
 
         Returns the share `[L, 2]` of k and v beyond their scales, of the worst rank, or None without such a forward;
@@ -136,38 +137,48 @@ class KVState:
             raise RuntimeError("a forward over the new rollouts is under way: what it will have shown is not known.")
         if new is None or not new.observation.passes:
             return None, self
-        amax_L3, fraction_L3 = new.observation.amax_L3, new.observation.saturated_fraction_L3
-        reduce_together(how.reduce_max, amax_L3, fraction_L3)
+        amax_L3 = new.observation.amax_L3
+        fraction_L3 = new.observation.saturated_fraction_L3
+        reduce_together(calibration.reduce_max, amax_L3, fraction_L3)
         saturated_L2 = fraction_L3[:, 1:].cpu()
         clipped = bool(saturated_L2.max() > SATURATION_LIMIT)
+        state = self._accounted(calibration, amax_L3, saturated_L2, clipped)
+        if clipped:
+            self._warn(calibration, saturated_L2, state.margin_factor)
+        return saturated_L2, state
+
+    def _accounted(self, calibration: Calibration, amax_L3: Tensor, saturated_L2: Tensor, clipped: bool) -> "KVState":
+        """Return the state with what the new rollouts have shown."""
+        new = self.new
         if not new.in_training:
-            if clipped and not self.evaluation_warned:
-                logger.warning(
-                    f"{_clipped(saturated_L2)} in an evaluation, which widens no margin. To leave it more room, raise "
-                    f"kv_scale_margin={how.margin:g}. This is said once; eval_fp8/kv_saturation_fraction has each "
-                    "evaluation's share."
-                )
-            return saturated_L2, replace(self, new=None, evaluation_warned=self.evaluation_warned or clipped)
-        factor = self._widened(new) if clipped else self.margin_factor
-        if clipped and (factor > self.margin_factor or factor == WIDEST_MARGIN_FACTOR):
-            logger.warning(f"{_clipped(saturated_L2)}; {_remedy(how, self.margin_factor)}")
-        if how.mode == "policy" and not how.has_images:
+            return replace(self, new=None, evaluation_warned=self.evaluation_warned or clipped)
+        factor = self.margin_factor
+        if clipped:  # twice that of their scales: several generations between two syncs widen the margin once
+            factor = max(factor, min(2 * new.margin_factor, WIDEST_MARGIN_FACTOR))
+        if calibration.mode == "policy" and not calibration.has_images:
             amax_L3 = None
         elif new.joins and self.amax_L3 is not None:
             amax_L3 = torch.maximum(amax_L3, self.amax_L3.to(amax_L3.device))
-        return saturated_L2, replace(self, new=None, amax_L3=amax_L3, saturated_L2=saturated_L2, margin_factor=factor)
+        return replace(self, new=None, amax_L3=amax_L3, saturated_L2=saturated_L2, margin_factor=factor)
 
-    def _widened(self, new: NewRollouts) -> float:
-        """Return twice the factor that these rollouts were sampled under, so that several generations between two
-        syncs widen the margin once.
-        """
-        return max(self.margin_factor, min(2 * new.margin_factor, WIDEST_MARGIN_FACTOR))
+    def _warn(self, calibration: Calibration, saturated_L2: Tensor, factor: float) -> None:
+        """Warn that the new rollouts were clipped; `factor` is that of the next margin."""
+        if self.new.in_training:
+            if factor > self.margin_factor or factor == WIDEST_MARGIN_FACTOR:
+                logger.warning(f"{_clipped(saturated_L2)}; {_remedy(calibration, self.margin_factor)}")
+        elif not self.evaluation_warned:
+            logger.warning(
+                f"{_clipped(saturated_L2)} in an evaluation, which widens no margin. To leave it more room, raise "
+                f"kv_scale_margin={calibration.margin:g}. This is said once; eval_fp8/kv_saturation_fraction has each "
+                "evaluation's share."
+            )
 
-    def saturation(self, how: Calibration) -> tuple[Tensor | None, "KVState"]:
-        """Share `[L, 2]` of k and v beyond their scales, of the worst rank: of an evaluation's rollouts right after
-        their old-log-prob pass, else of the latest ones of training. None if no forward saw them. A collective.
+    def saturation(self, calibration: Calibration) -> tuple[Tensor | None, "KVState"]:
+        """Return the share `[L, 2]` of k and v beyond their scales, of the worst rank: of an evaluation's rollouts
+        right after their old-log-prob pass, else of the latest ones of training. None if no forward saw them. A
+        collective.
         """
-        saturated_L2, state = self.observed(how)
+        saturated_L2, state = self.observed(calibration)
         if self.new is not None and not self.new.in_training:
             return saturated_L2, replace(state, new=None)  # without that pass an evaluation is not observed
         return state.saturated_L2, state
@@ -181,26 +192,28 @@ class KVState:
         Path(folder, STATE_FILE.format(rank)).write_text(json.dumps(values))
 
     def loaded(self, folder: str | Path, rank: int) -> "KVState":
-        """With what `save` wrote; a checkpoint without it (made without an FP8 KV cache) changes nothing."""
+        """Read what `save` wrote; a checkpoint without it (made without an FP8 KV cache) changes nothing."""
         # a rank that was not there before takes the first rank's state: ranks have to calibrate all or none
-        paths = [path for number in (rank, 0) if (path := Path(folder, STATE_FILE.format(number))).exists()]
-        if not paths:
+        path = Path(folder, STATE_FILE.format(rank))
+        if not path.exists():
+            path = Path(folder, STATE_FILE.format(0))
+        if not path.exists():
             return self
-        values = json.loads(paths[0].read_text())
+        values = json.loads(path.read_text())
         tensors = {name: values[name] and torch.tensor(values[name]) for name in ("amax_L3", "saturated_L2")}
         return replace(self, **(values | tensors))
 
 
-def next_scales(state: KVState, how: Calibration, model: nn.Module) -> tuple[KVScales, KVState]:
+def next_scales(state: KVState, calibration: Calibration, model: nn.Module) -> tuple[KVScales, KVState]:
     """Make the scales for the policy as it is now; `model` is what the trainer calls. A collective.
 
     Raises:
         ValueError: As `kv_scales_from_amax`, or no sequence has a token.
         RuntimeError: The coming prompts are needed and not known, or a forward over new rollouts is under way.
     """
-    _, state = state.observed(how)
-    margin = how.margin * state.margin_factor
-    if not state.runs_prompts(how.mode):
+    _, state = state.observed(calibration)
+    margin = calibration.margin * state.margin_factor
+    if not state.runs_prompts(calibration.mode):
         amax_L3 = state.amax_L3
     else:
         only_prompts = not state.rollouts  # once, before the first rollouts
@@ -208,13 +221,13 @@ def next_scales(state: KVState, how: Calibration, model: nn.Module) -> tuple[KVS
             raise RuntimeError("next_scales() needs the coming prompts, and expecting() was not called yet.")
         observation = observe_sequences(
             model,
-            how.hook,
+            calibration.hook,
             list(chain.from_iterable(zip_longest(state.coming_prompts or (), state.rollouts, fillvalue=[]))),
-            pad_token_id=how.pad_token_id,
-            max_tokens=how.max_tokens,
-            fused_lm_head=how.fused_lm_head,
+            pad_token_id=calibration.pad_token_id,
+            max_tokens=calibration.max_tokens,
+            fused_lm_head=calibration.fused_lm_head,
             moments=only_prompts,
-            reduce_max=how.reduce_max,
+            reduce_max=calibration.reduce_max,
         )
         amax_L3 = observation.amax_L3
         if state.amax_L3 is not None:
@@ -222,35 +235,36 @@ def next_scales(state: KVState, how: Calibration, model: nn.Module) -> tuple[KVS
         if only_prompts:
             margin *= PROMPTS_ONLY_MARGIN
             errors = outlier_layers(observation.logit_error_L)
-            if errors := {layer: error for layer, error in errors.items() if layer not in how.hook.skip_layers}:
+            errors = {layer: error for layer, error in errors.items() if layer not in calibration.hook.skip_layers}
+            if errors:
                 logger.warning(outlier_message(errors))
-    scales = kv_scales_from_amax(amax_L3, margin, how.hook.kv_layers)
+    scales = kv_scales_from_amax(amax_L3, margin, calibration.hook.kv_layers)
     return scales, replace(state, margin=margin, factor_in_force=state.margin_factor)
 
 
 def _clipped(saturated_L2: Tensor) -> str:
     """Return which layer's k or v have the largest share beyond their scales."""
     layer, column = divmod(int(saturated_L2.argmax()), 2)
-    others = int((saturated_L2 > SATURATION_LIMIT).any(1).sum()) - 1
+    more = int((saturated_L2 > SATURATION_LIMIT).any(1).sum()) - 1
     share = (
         f"{100 * saturated_L2.max():.2g} % of layer {layer}'s {QKV[1 + column]} values were clipped in the KV cache"
     )
-    return f"{share} (fewer of {others} more layers)" if others else share
+    return f"{share} (fewer of {more} more layers)" if more else share
 
 
-def _remedy(how: Calibration, factor: float) -> str:
+def _remedy(calibration: Calibration, factor: float) -> str:
     """Return what happens next in training, or what to do; `factor` is that of the margin so far."""
     if factor < WIDEST_MARGIN_FACTOR:
         return "the next sync doubles the margin. Nothing to do unless it repeats."
-    if how.mode == "rollout":
+    if calibration.mode == "rollout":
         remedy = "Set kv_calibration='policy', which runs the new weights over the coming prompts."
     else:
-        remedy = f"Raise kv_scale_margin={how.margin:g} or kv_calibration_tokens={how.max_tokens}."
-    return f"the margin is at its limit of {factor * how.margin:g} already. {remedy}"
+        remedy = f"Raise kv_scale_margin={calibration.margin:g} or kv_calibration_tokens={calibration.max_tokens}."
+    return f"the margin is at its limit of {factor * calibration.margin:g} already. {remedy}"
 
 
 def outlier_message(errors: dict[int, float]) -> str:
-    """What a user should know and do about `errors`, as from `outlier_layers`."""
+    """Return the warning about layers whose k has outliers; `errors` as from `outlier_layers`."""
     layers = ", ".join(f"{layer} ({error:.2g})" for layer, error in errors.items())
     return (
         f"k has outliers in layers (expected error of the attention logits in an FP8 KV cache): {layers}. Rollouts "

@@ -40,7 +40,7 @@ class EngineScales(EnginePart):
         self._layers: Mapping[int, Attention | MLAAttention] = {}
 
     def carried(self, generation: FP8VLLMGeneration) -> "EngineScales":
-        """Raises as `fp8_attention_layers`."""
+        """Find the layers, and raise as `fp8_attention_layers`."""
         cached = kv_layers(caches_of(generation.model.config.get_text_config()))
         skipped = generation.recipe.kv_cache_skip_layers
         self._layers = fp8_attention_layers(generation.engine.model, cached, skipped)
@@ -69,8 +69,8 @@ class EngineScales(EnginePart):
 def fp8_attention_layers(
     model: nn.Module, kv_layers: Collection[int], skip_layers: Collection[int] = ()
 ) -> dict[int, Attention]:
-    """The attention modules whose cache is FP8, of a policy that caches k and v in `kv_layers`. `RuntimeError` if the
-    engine does in others, another one is FP8, or one may keep copies of its scales.
+    """Return the attention modules whose cache is FP8, of a policy that caches k and v in `kv_layers`. `RuntimeError`
+    if the engine does in others, another one is FP8, or one may keep copies of its scales.
     """
     layers = attention_layers(model)
     if list(layers) != list(kv_layers):
@@ -84,10 +84,11 @@ def fp8_attention_layers(
         if module.kv_cache_dtype.startswith("fp8") == (layer in skip_layers)
     ]
     fp8 = {layer: module for layer, module in layers.items() if layer not in skip_layers}
+    kinds = {layer: type(module.impl).__name__ for layer, module in fp8.items()}
     wrong += [
-        f"layer {layer}: {name} may keep copies of the scales (FlashInfer does, and bakes them into CUDA graphs)"
-        for layer, module in fp8.items()
-        if (name := type(module.impl).__name__) not in READ_EACH_TIME
+        f"layer {layer}: {kind} may keep copies of the scales (FlashInfer does, and bakes them into CUDA graphs)"
+        for layer, kind in kinds.items()
+        if kind not in READ_EACH_TIME
     ]
     if wrong:
         problems = listed(wrong, 8, "\n  ")
@@ -100,7 +101,7 @@ def fp8_attention_layers(
 
 
 def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:
-    """Give each layer its scales, in every copy that vLLM keeps; waits for no device."""
+    """Copy each layer's scales into every place where vLLM keeps them. Does not synchronize with the device."""
     sent_L3 = torch.stack([scales.values[layer] for layer in layers])
     on_device, on_host = _tensors(layers)
     torch._foreach_copy_(on_device, list(sent_L3.flatten().to(on_device[0].device, non_blocking=True).unbind()))
@@ -128,7 +129,7 @@ def verify_kv_scales(layers: Mapping[int, Attention], expected: KVScales) -> Non
 
 
 def _tensors(layers: Mapping[int, Attention]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Scales of q, k, v of each layer on the device, and those of k and v on the host, where vLLM keeps none of q."""
+    """Return scales of q, k, v of each layer on the device, and on the host those of k and v (vLLM keeps no q)."""
     on_device = [getattr(module, f"_{which}_scale") for module in layers.values() for which in QKV]
     on_host = [getattr(module, f"_{which}_scale_cpu") for module in layers.values() for which in QKV[1:]]
     return on_device, on_host

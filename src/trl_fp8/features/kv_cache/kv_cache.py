@@ -42,9 +42,11 @@ class KVCache(Feature):
         self.hook = hook_of(trainer.model)
         self.hook.skip(recipe.kv_cache_skip_layers)
         if args.skip_layers is None:
-            tokens, options = self._first_prompts(), {"fused_lm_head": True, "reduce_max": reduce_max}
+            tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
-                error_L = observe_sequences(trainer.model, self.hook, tokens, **options).logit_error_L
+                error_L = observe_sequences(
+                    trainer.model, self.hook, tokens, fused_lm_head=True, reduce_max=reduce_max
+                ).logit_error_L
             recipe = args.recipe_for(trainer.model, kv_cache_skip_layers=tuple(outlier_layers(error_L)))
             self.hook.skip(recipe.kv_cache_skip_layers)
         trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
@@ -87,15 +89,16 @@ class KVCache(Feature):
         self.kv_state = self.kv_state.expecting(prompt_ids)
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
+        training = self.trainer.model.training
         step = self.trainer.state.global_step if training else None
         in_force = self.in_force
         self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, in_force, step)
         if self._logged.get(training) is in_force:
             return
-        self._logged[training], scales = in_force, in_force.values[list(in_force.layers)]
+        self._logged[training] = in_force
+        scales = in_force.values[list(in_force.layers)]
         rollouts.metrics |= {
-            "fp8/calibration_seconds": mean_of(sync.prepare_seconds),
+            "fp8/calibration_seconds": mean_of(self.trainer.vllm_generation.last_sync.prepare_seconds),
             "fp8/kv_scale_min": lowest(scales.min().item()),
             "fp8/kv_scale_max": highest(scales.max().item()),
             "fp8/kv_margin": highest(self.kv_state.margin),
@@ -108,13 +111,13 @@ class KVCache(Feature):
 
     @contextmanager
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        """Under the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
+        """Use the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
         hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
         with self.as_rollouts_saw(), hook.as_engine(self.hook.scales_L3):
             yield
 
     def as_rollouts_saw(self) -> AbstractContextManager:
-        """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
+        """Show the policy the cache of the latest rollouts, unless it sees that of those in a loss."""
         scales_L3 = self.hook.scales_L3
         if scales_L3 is None and self.trainer.args.simulate_kv_cache:
             scales_L3 = self._scales_in_force
@@ -145,17 +148,16 @@ class KVCache(Feature):
 
     def banner(self) -> str:
         args = self.trainer.args
-        simulates = (
-            args.simulate_kv_cache and not args.policy_calls_engine
-        )  # the engine's kernels read its cache anyway
-        return "k and v rounded as in the engine's cache" if simulates else ""
+        if args.simulate_kv_cache and not args.policy_calls_engine:  # the engine's kernels read its cache anyway
+            return "k and v rounded as in the engine's cache"
+        return ""
 
     def export_options(self) -> dict[str, object]:
-        if (sync := self.trainer.vllm_generation.last_sync) is None:
+        if self.trainer.vllm_generation.last_sync is None:
             raise ValueError(
                 "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
             )
-        return {"kv_scales": sync.carried[KV_SCALES]}
+        return {"kv_scales": self.in_force}
 
     def save(self, folder: str) -> None:
         _, self.kv_state = self.kv_state.observed(self.calibration)
@@ -166,7 +168,7 @@ class KVCache(Feature):
 
     @property
     def in_force(self) -> KVScales:
-        """What the engine got at the latest sync."""
+        """Scales that the engine got at the latest sync."""
         return self.trainer.vllm_generation.last_sync.carried[KV_SCALES]
 
     @property
@@ -186,6 +188,6 @@ class KVCache(Feature):
 
 
 def _with_images(row: Mapping) -> str | list:
-    """A row's prompt, its images within, as TRL puts them there."""
+    """Return a row's prompt, its images within, as TRL puts them there."""
     images = row.get("images") or [row.get("image")]
     return row["prompt"] if images == [None] else prepare_multimodal_messages(row["prompt"], images=images)

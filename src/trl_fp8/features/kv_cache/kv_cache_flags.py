@@ -118,19 +118,20 @@ class KVCacheFlags(FlagGroup):
                 f"kv_calibration_tokens={self.kv_calibration_tokens} leaves nothing to calibrate the KV cache on. Use "
                 "a positive number (default 8192), or kv_cache_dtype='auto' for a KV cache without scales."
             )
-        if (given := self.kv_cache_skip_layers) is not None:
-            layers = [str(item) for item in ([given] if isinstance(given, str | int) else given)]
+        skipped = self.kv_cache_skip_layers
+        if skipped is not None:
+            layers = [str(item) for item in ([skipped] if isinstance(skipped, str | int) else skipped)]
             if layers != ["auto"] and not all(item.isdigit() for item in layers):
                 raise ValueError(
-                    f"kv_cache_skip_layers={given!r} is neither 'auto' nor a list of layer numbers, for example "
+                    f"kv_cache_skip_layers={skipped!r} is neither 'auto' nor a list of layer numbers, for example "
                     "kv_cache_skip_layers=[0, 27]."
                 )
             self.kv_cache_skip_layers = layers
-        needing = ("simulate_kv_cache", "kv_cache_skip_layers")
-        given = [f"{name}={value!r}" for name in needing if (value := getattr(self, name))]
-        if given and self.kv_cache_dtype == "auto":
+        if self.kv_cache_dtype == "auto" and (self.simulate_kv_cache or self.kv_cache_skip_layers):
+            values = {name: getattr(self, name) for name in ("simulate_kv_cache", "kv_cache_skip_layers")}
+            pointless = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
             raise ValueError(
-                f"{', '.join(given)} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "
+                f"{pointless} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "
                 "kv_cache_dtype='fp8', or remove it."
             )
         if self.simulate_kv_cache is None:

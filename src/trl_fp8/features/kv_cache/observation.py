@@ -36,7 +36,7 @@ class QKVObservation:
 
     @property
     def saturated_fraction_L3(self) -> Tensor:
-        """Share `[L, 3]` of elements that the scales do not hold; 0 where a layer was not run."""
+        """Return the share `[L, 3]` of elements that the scales do not hold; 0 where a layer was not run."""
         return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
 
     @contextmanager
@@ -134,7 +134,7 @@ def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tenso
 
 
 def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """The first different ones of `sequences` that together have at most `max_tokens`, each cut to as many."""
+    """Return the first different `sequences` that together have at most `max_tokens`, each cut to as many."""
     rows, left = [], max_tokens
     for row in dict.fromkeys(tuple(sequence[:max_tokens]) for sequence in sequences):
         if row and len(row) <= left:
@@ -144,7 +144,7 @@ def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[in
 
 
 def _batches(rows: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
-    """`rows`, the longest first, in batches that have at most `max_tokens` when padded to their first row."""
+    """Split `rows`, the longest first, into batches of at most `max_tokens` when padded to their first row."""
     batches = []
     for row in sorted(rows, key=len, reverse=True):
         if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > max_tokens:
