@@ -1,6 +1,7 @@
-"""`FP8Rollouts`: what makes one of TRL's trainers one with FP8 rollouts. To be inherited before it.
+"""`FP8Rollouts`: FP8 rollouts for one of TRL's trainers. A trainer inherits it before TRL's class.
 
-A step, and what features do in it (hooks of run/feature.py, of all features in the order of features/__init__.py):
+The engine starts while TRL's `__init__` runs (`_make_generation`). A step, and the hooks of features in it
+(run/feature.py), which are called for all features in the order of features/__init__.py:
 
     rollouts due   before_generation, before_turn -> [sync: prepare, write, audit; after_sync] -> generate (FP8)
                    after_generation
@@ -12,7 +13,7 @@ A step, and what features do in it (hooks of run/feature.py, of all features in 
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import reduce
 from operator import or_
 from typing import Any, ClassVar, TypeVar
@@ -32,7 +33,7 @@ from .recipe.recipe import FP8Recipe
 from .run.batch import Batch, Metric, Rollouts
 from .run.checkpoints import checkpoint_to_resume, require_ranks
 from .run.facts import trainer_precision
-from .run.feature import Construction, Feature, inside
+from .run.feature import Construction, Feature
 from .run.folder_lock import lock_folder
 from .run.launch import (
     check_launch,
@@ -79,8 +80,8 @@ class FP8Rollouts(Saving):
     # What GRPO has and TRL's other trainers lack; GRPO's own values hide these
     tools = environments = environment_factories = rollout_func = None
 
-    def __init__(self, model: Any, args: Any = None, **given):
-        """Arguments are those of TRL's trainer, by their names.
+    def __init__(self, model: Any, args: Any = None, **trainer_kwargs):
+        """Take the arguments of TRL's trainer, by their names.
 
         Raises:
             ValueError: `args` is of another class than `config_class`, or the model or launcher does not go with its
@@ -95,73 +96,87 @@ class FP8Rollouts(Saving):
                 f"args is a {type(args).__name__}: {type(self).__name__} reads its FP8 flags from {kind.__name__}. "
                 f"Replace {type(args).__name__}(...) by {kind.__name__}(...); it takes the same arguments."
             )
+
+        # Refuse what can be refused before a model is loaded
+        loading = args.model_init_kwargs or {}
         if args.own_engine:
-            require_rows(given.get("train_dataset"))
-            rewards = given.get("reward_funcs") or ()
+            require_rows(trainer_kwargs.get("train_dataset"))
+            rewards = trainer_kwargs.get("reward_funcs") or ()
             require_columns(
-                {name: given.get(name) for name in ("train_dataset", "eval_dataset")},
+                {name: trainer_kwargs.get(name) for name in ("train_dataset", "eval_dataset")},
                 rewards if isinstance(rewards, list | tuple) else [rewards],
-                adds_columns=bool(given.get("rollout_func") or given.get("environment_factory")),
+                adds_columns=bool(trainer_kwargs.get("rollout_func") or trainer_kwargs.get("environment_factory")),
             )
             if isinstance(model, str):
-                require_model(model, "model", (args.model_init_kwargs or {}).get("revision"))
+                require_model(model, "model", loading.get("revision"))
             else:
                 require_path(model)
             if args.vllm_engine_kwargs:
                 require_engine_arguments(args.vllm_engine_kwargs)
-            if checkpoint := checkpoint_to_resume(args.output_dir, args.resume_from_checkpoint):
+            checkpoint = checkpoint_to_resume(args.output_dir, args.resume_from_checkpoint)
+            if checkpoint:
                 require_ranks(checkpoint, args.world_size)
             require_output(args, 0, 0)  # transformers makes the folder, with an error that names no flag
-        trls = sys.modules[self.trls().__module__]  # where it looks up its engine, and how a model is loaded
-        construction = Construction(args, {"model": model, **given}, trls.create_model_from_path)
+
+        trl_module = sys.modules[self.trl_class().__module__]  # it looks up its engine there, and its model loader
+        construction = Construction(args, {"model": model, **trainer_kwargs}, trl_module.create_model_from_path)
+        self.handover = construction.handover
         if not isinstance(model, str):
             in_high_precision(model)
-        self.handover = construction.handover
-        # The last one first: what a later feature put on a given policy lies over what an earlier one did
-        with inside(registration.construct(construction) for registration in reversed(registrations())):
+        with ExitStack() as stack:
+            # In reverse order: a later feature may have wrapped what an earlier one installed on the model
+            for registration in reversed(registrations()):
+                stack.enter_context(registration.construct(construction))
+            quantization = construction.trainer_kwargs.get("quantization_config")
             if args.own_engine:
-                loading = args.model_init_kwargs or {}
-                quantization = construction.trainer_kwargs.get("quantization_config")
                 require_no_qlora(quantization or loading.get("quantization_config"))
-            if isinstance(model, str) and construction.dequantizes:
-                self._dequantize(construction)
-            generation = substituted(trls, "VLLMGeneration", self._make_generation)
-            with without_noise(), generation, substituted(trls, "create_model_from_path", construction.create_model):
-                super().__init__(args=args, **construction.trainer_kwargs)
+
+            # transformers dequantizes a checkpoint that is stored in FP8 or MXFP4
+            unset = quantization is None and "quantization_config" not in loading
+            if isinstance(model, str) and construction.dequantizes and unset:
+                trusted = loading.get("trust_remote_code", args.trust_remote_code)
+                stored = dequantizing_config(model, loading.get("revision"), trusted)
+                construction.trainer_kwargs["quantization_config"] = stored
+
+            # TRL makes model and dataset, and then the engine: `_make_generation` is called inside
+            stack.enter_context(without_noise())
+            stack.enter_context(substituted(trl_module, "VLLMGeneration", self._make_generation))
+            stack.enter_context(substituted(trl_module, "create_model_from_path", construction.create_model))
+            super().__init__(args=args, **construction.trainer_kwargs)
         in_high_precision(self.model)
         make_lists(self.processing_class)
-        callbacks = given.get("callbacks") or ()
-        self._choose_progress([one if isinstance(one, type) else type(one) for one in callbacks])
+
+        # The bar that transformers adds prints a dictionary of all metrics at each log. `FP8ProgressCallback` takes
+        # its place, unless `disable_tqdm` is set or one of `callbacks` is a bar
+        callbacks = [one if isinstance(one, type) else type(one) for one in trainer_kwargs.get("callbacks") or ()]
+        has_own_bar = any(issubclass(one, FP8ProgressCallback) for one in callbacks)
+        if has_own_bar or not any(issubclass(one, ProgressCallback) for one in callbacks):
+            for default in [one for one in self.callback_handler.callbacks if type(one) is ProgressCallback]:
+                self.remove_callback(default)
+                if not has_own_bar:
+                    self.add_callback(FP8ProgressCallback())
+
         self._make_features()
         for feature in self.features:
             if isinstance(feature, TrainerCallback):
                 self.add_callback(feature)
 
     @classmethod
-    def trls(cls) -> type:
+    def trl_class(cls) -> type:
         """Return TRL's own trainer: of several the one that the others extend, whose module makes model and engine."""
         return next(base for base in cls.__mro__ if _BaseTrainer in base.__bases__)
 
-    @staticmethod
-    def _dequantize(construction: Construction) -> None:
-        """Have transformers dequantize a checkpoint that is stored in FP8 or MXFP4."""
-        loading = construction.args.model_init_kwargs or {}
-        if construction.trainer_kwargs.get("quantization_config") is None and "quantization_config" not in loading:
-            trusted = loading.get("trust_remote_code", construction.args.trust_remote_code)
-            stored = dequantizing_config(construction.trainer_kwargs["model"], loading.get("revision"), trusted)
-            construction.trainer_kwargs["quantization_config"] = stored
-
     def feature(self, kind: type[AnyFeature]) -> AnyFeature | None:
-        """The run's feature of a kind, None if it does without."""
+        """Return the run's feature of a kind, or None."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     @property
     def logged(self) -> dict[str, list]:
-        """What came since the last log of training or of evaluation: TRL's numbers, and a `Metric` of features."""
+        """Values since the last log of training or of evaluation: TRL's numbers, and a `Metric` of features."""
         return self._metrics["train" if self.model.training else "eval"]
 
     def _make_features(self) -> None:
-        """Once: after the policy was made, and before an engine of ours starts."""
+        """Make the features once: after the policy, and before an engine of ours starts."""
         if self.features:
             return
         if self.args.own_engine:
@@ -172,50 +187,21 @@ class FP8Rollouts(Saving):
                 for feature in registration.features(self):  # one by one: a later one may ask for an earlier one
                     self.features += (feature,)
 
-    def _choose_progress(self, given: list[type[TrainerCallback]]) -> None:
-        """Put `FP8ProgressCallback` in the place of the bar that transformers added, which prints a dictionary of all
-        metrics at each log. Where a bar was given among `callbacks`, or `disable_tqdm` is set, nothing changes.
-        """
-        asked = any(issubclass(one, FP8ProgressCallback) for one in given)
-        if not asked and any(issubclass(one, ProgressCallback) for one in given):
-            return
-        for default in [one for one in self.callback_handler.callbacks if type(one) is ProgressCallback]:
-            self.remove_callback(default)
-            if not asked:
-                self.add_callback(FP8ProgressCallback())
-
-    def _note(self, metrics: Mapping[str, Metric]) -> None:
-        """Keep metrics of one batch for the next log, beside TRL's."""
-        for name, metric in metrics.items():
-            if self.logged[name] and not isinstance(self.logged[name][0], Metric):
-                raise ValueError(
-                    f"log_metric({name!r}, ...): a reward logs under the name of one of this trainer's own metrics. "
-                    "Give it another name."
-                )
-            self.logged[name].append(metric)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Merge what features measured since the last log, then have TRL log it: TRL averages lists, and would average
-        maxima and ratios, too. What was not measured (NaN) is left out, where TRL would log None.
-        """
-        for name, batches in list(self.logged.items()):
-            if batches and isinstance(batches[0], Metric):
-                value = reduce(or_, batches).value
-                self.logged[name] = [value]
-                if math.isnan(value):
-                    del self.logged[name]
-        super().log(logs, start_time)
-
     def _make_generation(self, **kwargs) -> object:
-        """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments: features, plan, engine."""
+        """Start the engine. TRL calls this in place of its `VLLMGeneration(...)`, with the same arguments, as soon as
+        model, reference and datasets are there.
+        """
         args = self.args
         if not args.own_engine and (args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
             from trl.generation.vllm_generation import VLLMGeneration  # needs vllm, which TRL makes optional
 
             return VLLMGeneration(**kwargs)
+
+        # Refuse a model, prompts, a launch or a disk with which the run would fail later
         require_servable(self.model, engine_class)
         require_countable_experts(self.model, args.router_aux_loss_coef)
-        if (config := self.model.config).get_text_config() is config:
+        config = self.model.config
+        if config.get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
         require_same_turns(self.tools, args.vllm_tensor_parallel_size)
         outline = outline_of(self.model)
@@ -228,6 +214,8 @@ class FP8Rollouts(Saving):
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         if args.save_strategy != "no" and self.accelerator.is_main_process:  # it writes the weights
             require_output(args, *checkpoint_bytes(self.model))
+
+        # Features and the plan, which says what will be FP8
         if args.own_engine:
             lock_folder(args.output_dir, self.accelerator)
         if args.own_engine and self.ref_model is not None:  # with everything off this is TRL, its defects included
@@ -236,11 +224,13 @@ class FP8Rollouts(Saving):
         if args.own_engine:
             self.plan = plan_for_model(self.model, self.recipe)
             self.accelerator.print(f"{self.plan.summary()}\nLaunch: {launch_words(self.accelerator)}", flush=True)
+
+        # The engine starts
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
-            parts = [part for feature in self.features if (part := feature.engine_part()) is not None]
+            parts = [feature.engine_part() for feature in self.features]
             recipe = self.recipe or args.recipe_for(self.model)
-            generation = self._start_engine(recipe, parts, **kwargs)
+            generation = self._start_engine(recipe, [part for part in parts if part is not None], **kwargs)
         if args.own_engine:
             set_seed(args.seed, device_specific=True)  # as TRL did before: vLLM seeds all generators by the rank
         for feature in self.features:
@@ -252,21 +242,19 @@ class FP8Rollouts(Saving):
         return generation
 
     def _start_engine(self, recipe: FP8Recipe, parts: Sequence[Any], **kwargs) -> RolloutEngine:
-        """The engine that follows the policy by `recipe`; `parts` of features, `kwargs` as TRL's `VLLMGeneration`."""
+        """Return an engine that follows the policy by `recipe`; `parts` are those of features, `kwargs` are the
+        arguments of TRL's `VLLMGeneration`.
+        """
         from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
 
         options = {"after_sync": self._after_sync, "engine_kwargs": self.args.vllm_engine_kwargs}
         return FP8VLLMGeneration(recipe=recipe, parts=parts, **options, **kwargs)
 
-    def _after_sync(self) -> None:
-        for feature in self.features:
-            feature.after_sync()
-
     def _generate(self, prompts: list) -> tuple:
         self._end_loss()  # of a `compute_loss` outside of a training step
         for feature in self.features:
             feature.before_generation(prompts)
-        output = super()._generate(prompts)
+        output = super()._generate(prompts)  # calls `_generate_single_turn`, several times with tools
         rollouts = Rollouts(*output[:2]) if self.features else None
         for feature in self.features:
             feature.after_generation(rollouts)
@@ -277,19 +265,21 @@ class FP8Rollouts(Saving):
         for feature in self.features:
             feature.before_turn(prompt_ids)
         require_room(prompt_ids, self.context)
-        return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # syncs first if the policy has changed
 
-    def _scored(self, model: Any, *inputs: Any) -> AbstractContextManager[None]:
-        """Around a pass of the policy or of its reference."""
-        of_policy = self.features and model is not self.ref_model and not is_reference(model)
-        return inside(one.scoring(*inputs) if of_policy else one.reference(*inputs) for one in self.features)
+    def _after_sync(self) -> None:
+        for feature in self.features:
+            feature.after_sync()
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
     ) -> tuple:
-        with self._scored(model, attention_mask, logits_to_keep):
-            inputs = input_ids, attention_mask, logits_to_keep
-            return super()._get_per_token_logps_and_entropies(model, *inputs, *args, **kwargs)
+        inputs = attention_mask, logits_to_keep
+        with ExitStack() as stack:
+            of_policy = self.features and model is not self.ref_model and not is_reference(model)
+            for feature in self.features:
+                stack.enter_context(feature.scoring(*inputs) if of_policy else feature.reference(*inputs))
+            return super()._get_per_token_logps_and_entropies(model, input_ids, *inputs, *args, **kwargs)
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         batch = Batch(super()._generate_and_score_completions(inputs))
@@ -316,3 +306,25 @@ class FP8Rollouts(Saving):
     def _end_loss(self) -> None:
         for feature in self.features:
             feature.end_loss()
+
+    def _note(self, metrics: Mapping[str, Metric]) -> None:
+        """Keep metrics of one batch for the next log, beside TRL's."""
+        for name, metric in metrics.items():
+            if self.logged[name] and not isinstance(self.logged[name][0], Metric):
+                raise ValueError(
+                    f"log_metric({name!r}, ...): a reward logs under the name of one of this trainer's own metrics. "
+                    "Give it another name."
+                )
+            self.logged[name].append(metric)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Merge what features measured since the last log, then have TRL log it: TRL averages lists, and would average
+        maxima and ratios, too. What was not measured (NaN) is left out, where TRL would log None.
+        """
+        for name, batches in list(self.logged.items()):
+            if batches and isinstance(batches[0], Metric):
+                value = reduce(or_, batches).value
+                self.logged[name] = [value]
+                if math.isnan(value):
+                    del self.logged[name]
+        super().log(logs, start_time)

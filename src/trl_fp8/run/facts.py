@@ -22,7 +22,7 @@ def run_facts(trainer: Any) -> dict:
     args, recipe, plan = trainer.args, trainer.recipe, trainer.plan
     weights = recipe if recipe and recipe.fp8_weights else None
     return {
-        "method": trainer.trls()._name,
+        "method": trainer.trl_class()._name,
         "model": trainer.model.config.name_or_path,
         "plan": plan and plan.table(),
         "trained": trained_weights(trainer.model),

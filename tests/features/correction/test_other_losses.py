@@ -43,7 +43,7 @@ def log_ratio(model, inputs):
 @pytest.mark.parametrize("correction", ["monitor", {"level": None, "bypass": True}], ids=["monitor", "bypass"])
 def test_gmpo_trains_and_its_correction_is_one_that_its_loss_reads(correction, checkpoint, tmp_path):
     trainer = GMPO(checkpoint("qwen3"), args=args_with(correction, tmp_path, epsilon=0.4), **TASK)
-    assert trainer.trls() is FP8GRPOTrainer.trls()
+    assert trainer.trl_class() is FP8GRPOTrainer.trl_class()
     losses = recorded(
         trainer,
         "_compute_loss",

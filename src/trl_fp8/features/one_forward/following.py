@@ -198,7 +198,9 @@ class Following(Feature, TrainerCallback):
         # TRL's own method: in that of this trainer the other features would observe the pass, and replay routes in it
         as_cached, scoring = as_rollouts_saw(trainer.features), self.scoring(torch.ones_like(ids), 1)
         with torch.no_grad(), as_cached, scoring, comparison.policy():
-            trainer.trls()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, torch.ones_like(ids), 1)
+            trainer.trl_class()._get_per_token_logps_and_entropies(
+                trainer, trainer.model, ids, torch.ones_like(ids), 1
+            )
         if difference := comparison.first_difference():
             return f"First to differ, when both compute one of the rollouts, is {difference}."
         if not comparison.layers:

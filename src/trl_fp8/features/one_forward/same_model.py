@@ -67,7 +67,7 @@ class SameModel(Feature):
             tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
             ids = torch.tensor([tokens], device=trainer.accelerator.device)
             mask = torch.ones_like(ids)
-            trainer.trls()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, len(tokens) - 1)
+            trainer.trl_class()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, len(tokens) - 1)
         self._report(follows=following is not None)
         self._compared = True  # not before: a run that goes on after the error is compared again
 
