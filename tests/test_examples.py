@@ -31,7 +31,7 @@ from testing.launches import launched, without_hub
 from testing.runs import arguments
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.scripts import grpo
-from trl_fp8.scripts.arguments import make_parser
+from trl_fp8.scripts.arguments import Parser
 
 
 ROOT = Path(__file__).parents[1]
@@ -120,7 +120,7 @@ def parse(path: Path, *words: str) -> tuple:
     with it, TrainingArguments accepts bf16 where there is no GPU.
     """
     if path.read_text().startswith("# trl-fp8 train: "):
-        parser = make_parser()
+        parser = Parser()
     else:
         script = re.match(r"# examples/(\w+)\.py: ", path.read_text()).group(1)
         parser = TrlParser((example(script).ScriptArguments, FP8GRPOConfig))
@@ -288,7 +288,7 @@ def test_a_recipe_trains_a_tiny_model_of_its_family(name, family, checkpoint, tm
         "report_to": "none",
     }
     words = [word for flag, value in small.items() for word in (f"--{flag}", str(value))]
-    trainer = grpo.make_trainer(*make_parser().read(["--config", str(recipe(name)), *words]).configs())
+    trainer = grpo.make_trainer(*Parser().read(["--config", str(recipe(name)), *words]).configs())
     trainer.train()
     assert trainer.state.global_step == 2 and trainer.state.log_history[0]["rewards/accuracy_reward/mean"] == 0.0
 

@@ -3,12 +3,12 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 
 from trl_fp8 import __version__
 from trl_fp8.features import registrations
 from trl_fp8.run.interrupt import ended_by_ctrl_c
+from trl_fp8.scripts.grpo import refuse
 from trl_fp8.upstream.quiet import quiet
 from trl_fp8.upstream.versions import require_versions
 
@@ -17,51 +17,36 @@ from .fp8_checkpoints import COMMANDS
 
 
 def main(words: list[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit status."""
+    """Run a command. Return the exit status: 2 after one line for a user's mistake, 130 after Ctrl-C."""
     quiet()
     words = sys.argv[1:] if words is None else words
     with ended_by_ctrl_c(lambda: "stopped"):
-        return _run(words)
-
-
-def _run(words: list[str]) -> int:
-    if words[:1] in (["train"], ["plan"]):  # their flags are TRL's, too
+        if words[:1] in (["train"], ["plan"]):  # their flags are TRL's, too
+            try:
+                require_versions()
+            except ImportError as error:
+                return refuse(error)
+        if words[:1] == ["train"]:
+            return train.launch(words[1:])
         try:
-            require_versions()
-        except ImportError as error:
-            return train.refuse(error)
-        return train.launch(words[1:]) if words[0] == "train" else _answered(lambda: _plan(words[1:]))
-    parser, commands = _parsers()
-    if not words:
-        parser.print_help()
-        return 0
-    options, unknown = parser.parse_known_args(words)
-    if unknown:
-        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    return _answered(lambda: options.run(options))
+            print(_plan(words[1:]) if words[:1] == ["plan"] else _command(words), flush=True)
+        except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (ValueError, OSError) as error:  # OSError: transformers found no such model, or a disk is full
+            return refuse(error)
+    return 0
 
 
 def _plan(words: list[str]) -> str:
     with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
         from . import plan_command  # imports torch, which `ended_by_ctrl_c` has to come before
 
-        return plan_command.help_text() if {"-h", "--help"}.intersection(words) else plan_command.run(words)
+        return plan_command.run(words)
 
 
-def _answered(answer: Callable[[], str]) -> int:
-    """Print an answer, or in a line why there is none, and return the exit status."""
-    try:
-        print(answer(), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError) as error:  # OSError: transformers found no such model, or a disk is full
-        return train.refuse(error)
-    return 0
-
-
-def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of all words, and those of each command, whose usage its errors show."""
+def _command(words: list[str]) -> str:
+    """Return what a command prints whose parser is argparse's own; without words the help."""
     parser = argparse.ArgumentParser(prog="trl-fp8", description="FP8 rollouts for TRL's GRPOTrainer")
     parser.add_argument("--version", action="version", version=f"trl-fp8 {__version__}")
     added = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -72,7 +57,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         command = added.add_parser(each.word, help=each.text, description=each.text)
         each.add_arguments(command)
         command.set_defaults(run=each.run)
-    return parser, added.choices
+    if not words:
+        return parser.format_help().rstrip()
+    options, unknown = parser.parse_known_args(words)
+    if unknown:  # with the usage of the command, not that of all
+        added.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options.run(options)
 
 
 if __name__ == "__main__":

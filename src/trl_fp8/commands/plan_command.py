@@ -20,7 +20,7 @@ from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import formats_for
 from trl_fp8.recipe.servable import require_same_positions, require_servable
 from trl_fp8.run.locations import model_config
-from trl_fp8.scripts.arguments import Arguments, make_parser, name_of
+from trl_fp8.scripts.arguments import Arguments, Parser, name_of
 from trl_fp8.upstream.vllm import engine_class
 
 from .plan_text import CHOSEN, SAVING, as_json, as_text
@@ -70,7 +70,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="figures for scripts")
 
 
-def help_text() -> str:
+def _help() -> str:
     """Return what `trl-fp8 plan --help` says: TRL's flags are left out."""
     parser = ArgumentParser(
         prog="trl-fp8 plan",
@@ -90,6 +90,8 @@ def run(words: list[str]) -> str:
             reason and remedy.
         OSError: The model is out of reach.
     """
+    if "-h" in words or "--help" in words:
+        return _help()
     arguments = _read(words)
     values = arguments.values
     outline = _outline(str(values.model_name_or_path))
@@ -131,7 +133,7 @@ def run(words: list[str]) -> str:
 
 def _read(words: list[str]) -> Arguments:
     """Return the arguments of a plan. `ValueError` for a flag that is none of its own, and a number out of range."""
-    parser = make_parser()
+    parser = Parser()
     _add_arguments(parser)
     # accelerate's name, and in a run config a key whose type is checked
     parser.by_name["num_processes"] = parser.add_argument("--num_processes", "--num-processes", type=int)

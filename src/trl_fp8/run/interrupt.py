@@ -47,7 +47,8 @@ def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
         if not first:
             raise
         sys.stdout.flush()
-        sys.stderr.write(f"\n{said}\n" if (said := line()) else "")
+        text = line()
+        sys.stderr.write(f"\n{text}\n" if text else "")
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # for what libraries print as they end
         sys.exit(STATUS)

@@ -1,4 +1,4 @@
-"""The arguments of `trl-fp8 train` and `plan`: those of `trl grpo`, the FP8 flags, and what becomes of a dataset."""
+"""The arguments of `trl-fp8 train` and `plan`: those of `trl grpo`, the FP8 flags, and the columns of a dataset."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from .rewards import NAMES
 
 @dataclass
 class TaskArguments(GRPOScriptArguments):
-    """What is learned: a dataset, what becomes of its columns, and rewards."""
+    """The task of a run: a dataset, its columns, and rewards."""
 
     reward_funcs: list[str] | None = flag(
         None, f"Rewards, summed with `reward_weights`: {', '.join(NAMES)}, or paths as in my_module.reward."
@@ -44,14 +44,14 @@ class TaskArguments(GRPOScriptArguments):
     )
 
 
-HELP = {  # in the place of transformers' text
-    "resume_from_checkpoint": "Checkpoint that the run goes on from: its folder, or 'auto' for the last one in "
-    "output_dir that was written to its end. With 'auto' a run without one begins at the start."
-}
+RESUME = (  # in the place of transformers' text
+    "Checkpoint that the run goes on from: its folder, or 'auto' for the last one in output_dir that was written to "
+    "its end. With 'auto' a run without one begins at the start."
+)
 
 
 class Arguments(NamedTuple):
-    """What a run config and the words after it set, before the dataclasses check it."""
+    """Values that a run config and the words after it set, before the dataclasses check it."""
 
     values: Namespace  # by name, of the types of the flags
     run_config: dict[str, Any] | None  # its lines; None without a run config
@@ -90,14 +90,16 @@ class Arguments(NamedTuple):
 
 
 class Parser(TrlParser):
-    """TRL's parser, which raises `ValueError` for a mistake, and asks for the name that a misspelt one is close to."""
+    """TRL's parser, which raises `ValueError` for a mistake, and suggests the name that a misspelt one is close to."""
 
-    def __init__(self, *types: Any, **options: Any):
-        super().__init__(*types, **options)
+    def __init__(self):
+        types = TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig
+        super().__init__(types, prog="trl-fp8 train", allow_abbrev=False)
         # --help has no type, nor has --no_... of what is on by default
         self.by_name = {each.dest: each for each in self._option_string_actions.values() if each.type is not None}
-        for name in self.by_name.keys() & HELP:
-            self.by_name[name].help = HELP[name]
+        self.by_name["resume_from_checkpoint"].help = RESUME
+        if not torch.cuda.is_available():
+            self.set_defaults(use_cpu=True, bf16=False)  # many CPUs emulate BF16
 
     def read(self, words: list[str]) -> Arguments:
         """Return what words and the run config among them set; the words win.
@@ -146,23 +148,15 @@ def parse_launch(words: list[str]) -> Namespace:
     return parser.parse_args(["launch", *words])
 
 
-def make_parser() -> Parser:
-    """Return the parser of all arguments; on a host without GPUs with defaults that run there."""
-    types = TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig
-    parser = Parser(types, prog="trl-fp8 train", allow_abbrev=False)
-    if not torch.cuda.is_available():
-        parser.set_defaults(use_cpu=True, bf16=False)  # many CPUs emulate BF16
-    return parser
-
-
 def read_run_config(words: list[str]) -> tuple[str, dict[str, Any] | None, list[str]]:
     """Return path and lines of the run config that words name, and the words without it; "" and None without one."""
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    if "--config" not in words:
+    finder = ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", action="append", nargs="?", const="", default=[])
+    found, words = finder.parse_known_args(words)
+    if not found.config:
         return "", None, words
-    place = words.index("--config")
-    path = "".join(words[place + 1 : place + 2])
-    if not path or path.startswith("--") or words.count("--config") > 1:
+    path = found.config[0]
+    if not path or len(found.config) > 1:
         raise ValueError("--config takes one YAML file, as in --config examples/configs/qwen3_4b_1xh200.yaml.")
     if not Path(path).is_file():
         hint = did_you_mean(path, map(str, Path(path).parent.glob("*.yaml")), f", seen from {Path.cwd()}.")
@@ -172,9 +166,9 @@ def read_run_config(words: list[str]) -> tuple[str, dict[str, Any] | None, list[
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} is no YAML: {error}") from error
     if not isinstance(lines, dict):
-        found = "empty" if lines is None else f"a {type(lines).__name__}"
-        raise ValueError(f"--config {path} is {found}. It takes lines such as 'model_name_or_path: Qwen/Qwen3-4B'.")
-    return path, {str(name): value for name, value in lines.items()}, words[:place] + words[place + 2 :]
+        content = "empty" if lines is None else f"a {type(lines).__name__}"
+        raise ValueError(f"--config {path} is {content}. It takes lines such as 'model_name_or_path: Qwen/Qwen3-4B'.")
+    return path, {str(name): value for name, value in lines.items()}, words
 
 
 def name_of(word: str) -> str:

@@ -21,19 +21,19 @@ def main() -> None:
     quiet()
     trainers = []
     with ended_by_ctrl_c(lambda: _stopped(trainers) if os.environ.get("RANK", "0") == "0" else ""):
-        from .arguments import make_parser  # imports torch, which `ended_by_ctrl_c` has to come before
+        from .arguments import Parser  # imports torch, which `ended_by_ctrl_c` has to come before
 
         try:
-            script, args, model, mixture = make_parser().read(sys.argv[1:]).configs()
+            script, args, model, mixture = Parser().read(sys.argv[1:]).configs()
             require_task(script, model, mixture)
-            trainers.append(make_trainer(script, args, model, mixture))
+            trainer = make_trainer(script, args, model, mixture)
         except (ValueError, OSError) as error:
             # Every rank finds it; a folder or a disk is each machine's own
             is_first = isinstance(error, OSError) or os.environ.get("LOCAL_RANK", "0") == "0"
             sys.exit(refuse(error) if is_first else 2)
         from trl_fp8.run.full_disk import FullDisk
 
-        (trainer,) = trainers
+        trainers.append(trainer)
         try:
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
             trainer.save_model()
@@ -115,17 +115,14 @@ def load_problems(script: Any, mixture: Any, has_evaluation: bool) -> list[Any]:
     try:
         splits = get_dataset(mixture) if mixture.datasets else datasets.load_dataset(script.dataset_name, **loading)
     except (ValueError, OSError, DatasetsError) as error:  # no such configuration, or not readable
-        kind = OSError if isinstance(error, ConnectionError) else ValueError
         of_config = f" with dataset_config={script.dataset_config!r}" if script.dataset_config else ""
-        raise kind(
-            f"{source}{of_config}: {error.__cause__ if isinstance(error, DatasetBuildError) else error}"
-        ) from error
-    names = {"dataset_train_split": script.dataset_train_split}
-    if has_evaluation:
-        names["dataset_test_split"] = script.dataset_test_split
-    for flag, name in names.items():
-        _require(name, flag, source, splits)
-    problems = [as_problems(splits[name], script, source) for name in names.values()]
+        reason = error.__cause__ if isinstance(error, DatasetBuildError) else error
+        kind = OSError if isinstance(error, ConnectionError) else ValueError
+        raise kind(f"{source}{of_config}: {reason}") from error
+    flags = ("dataset_train_split", "dataset_test_split") if has_evaluation else ("dataset_train_split",)
+    for flag in flags:
+        _require(getattr(script, flag), flag, source, splits)
+    problems = [as_problems(splits[getattr(script, flag)], script, source) for flag in flags]
     return problems if has_evaluation else [*problems, None]
 
 
@@ -160,8 +157,7 @@ def as_problems(split: Any, script: Any, source: str = "the dataset") -> Any:
 
 def _require(name: str, flag: str, source: str, known: Iterable[str]) -> None:
     if name not in known:
-        there = ", ".join(map(repr, known))
-        raise ValueError(f"{flag}={name!r}: {source} has {there}. Set {flag} to one of them.")
+        raise ValueError(f"{flag}={name!r}: {source} has {', '.join(map(repr, known))}. Set {flag} to one of them.")
 
 
 def _stopped(trainers: list) -> str:
@@ -171,12 +167,12 @@ def _stopped(trainers: list) -> str:
     from trl_fp8.run.checkpoints import LAST, checkpoint_to_resume
 
     (trainer,) = trainers
-    args, at = trainer.args, f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
+    args, step = trainer.args, f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
     checkpoint = checkpoint_to_resume(args.output_dir, "auto")
     if checkpoint is None:
-        return f"{at}; there is no checkpoint yet, so the same command starts from the beginning"
+        return f"{step}; there is no checkpoint yet, so the same command starts from the beginning"
     again = "" if str(args.resume_from_checkpoint).lower() in LAST else " and --resume_from_checkpoint auto"
-    return f"{at}; go on with the same command{again}, from {checkpoint}"
+    return f"{step}; go on with the same command{again}, from {checkpoint}"
 
 
 if __name__ == "__main__":

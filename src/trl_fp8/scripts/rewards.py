@@ -38,24 +38,26 @@ def require_rewards(script: Any) -> None:
 
 def reward_functions(script: Any, max_completion_length: int) -> list[Callable | str]:
     """Return the rewards of a run. `ValueError` if a module has no such function."""
-    from trl.rewards import get_soft_overlong_punishment
+    from trl import rewards
 
-    rewards = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    lengths = {  # a reward that TRL makes of a length and a buffer -> these
+        OVERLONG: (max_completion_length, script.overlong_buffer),
+        "get_soft_overlong_punishment": (1280, 256),  # as `trl grpo` has it
+    }
+    found = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     for path in map(str, script.reward_funcs or ()):
+        if path in lengths:
+            found.append(rewards.get_soft_overlong_punishment(*lengths[path]))
+            continue
         module, _, name = path.rpartition(".")
-        if path == OVERLONG:
-            rewards.append(get_soft_overlong_punishment(max_completion_length, script.overlong_buffer))
-        elif path == "get_soft_overlong_punishment":
-            rewards.append(get_soft_overlong_punishment(1280, 256))  # as `trl grpo` has it
-        else:
-            try:
-                functions = import_module(module or "trl.rewards")
-            except (ValueError, OSError) as error:  # of the module itself: its traceback is what helps
-                raise RuntimeError(f"reward_funcs: {module} cannot be imported.") from error
-            if name not in dir(functions):
-                raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, dir(functions))}")
-            rewards.append(getattr(functions, name))
-    return rewards
+        try:
+            functions = import_module(module) if module else rewards
+        except (ValueError, OSError) as error:  # of the module itself: its traceback is what helps
+            raise RuntimeError(f"reward_funcs: {module} cannot be imported.") from error
+        if name not in dir(functions):
+            raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, dir(functions))}")
+        found.append(getattr(functions, name))
+    return found
 
 
 def _is_installed(module: str) -> bool:
