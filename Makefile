@@ -68,7 +68,7 @@ format: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/capacity.md from the plan, docs/models.md and docs/evidence.md from the results
+docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, memory in docs/performance.md from the plan, docs/models.md and docs/evidence.md from the results
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python -m docs.generate_capacity
 	$(BIN)/python -m docs.generate_models

@@ -14,7 +14,7 @@ HEAD = """# Models
 
 {families} families of models go through a whole run, each as a tiny policy with random weights and a real vLLM engine on CPU ({hardware};
 commit {commit}). No GPU has run any of them. `make models` makes the table from [its results](../benchmarks/results/models_cpu.json).
-[Capacity](capacity.md) says what fits on a GPU.
+[Performance](performance.md#what-fits) says what fits on a GPU.
 
 | family | model type | FP8 parameters | FP8 KV cache | mismatch of FP8 rollouts | `fp8_forward="one_forward"` |
 |---|---|---|---|---|---|
