@@ -31,33 +31,90 @@ GROUPS = {
     "Engine": EngineFlags,
     "Run log": RunLogFlags,
 }
-HEAD = """# Configuration
+HEAD = """# Configuration and API
 
-`FP8GRPOConfig` takes every field of [`trl.GRPOConfig`](https://huggingface.co/docs/trl/v1.16.0/grpo_trainer) and the
-ones below. All of them work from Python, from the command line (`--kv_cache_dtype auto`) and from a YAML file
-(`trl-fp8 train --config run.yaml`). `make docs` generates this page from the flags' declarations:
-those of weights and engine stand in `src/trl_fp8/run`, those of a feature in its folder below `src/trl_fp8/features`.
-
-A wrong value, or one that does not go with another, raises a `ValueError` that names the flag, its value, the reason and
-what to set instead.
+`FP8GRPOConfig` takes every field of [`trl.GRPOConfig`](https://huggingface.co/docs/trl/v1.16.0/grpo_trainer) and the flags below. All of them work
+from Python, from the command line (`--kv_cache_dtype auto`) and from a YAML file (`trl-fp8 train --config run.yaml`). A wrong value raises a
+`ValueError` that names the flag, its value, the reason and the fix. `make docs` generates this page from the flags' declarations.
 
 ## The common ones
 
-The defaults are FP8 linears, an FP8 KV cache and token-level truncation at 2. Change them when:
+The defaults are FP8 linears, an FP8 KV cache and token-level truncation at 2.
 
-| when | set |
+| if | set |
 |---|---|
-| the trainer runs out of memory | TRL's `vllm_gpu_memory_utilization` lower; `vllm_enable_sleep_mode=True` |
-| a new model: look before you correct | `rollout_correction="monitor"` for a few steps |
+| the trainer runs out of memory | a lower `vllm_gpu_memory_utilization`; `vllm_enable_sleep_mode=True` |
+| the model is new to you | `rollout_correction="monitor"` for a few steps |
 | memory is short, and adapters are enough | `fp8_base=True`: trainer and engine share an FP8 base ([LoRA](lora.md)) |
-| completions are long (8K tokens and more) | the default; try `rollout_correction="fp8_geometric_token_tis"` with a look at what it drops ([which one to use](rollout_correction.md#which-one-to-use)) |
 | the model is Qwen2 or Qwen2.5, or a warning names outliers in k | `kv_cache_skip_layers="auto"` ([why](kv_cache.md#outliers-in-k)) |
 | it is a mixture of experts | `router_replay="rollout"` ([mixture of experts](moe.md)) |
 | one layer is sensitive | `fp8_ignored_modules=["model.layers.0.mlp.down_proj"]` |
-| the mismatch is to go, not to be corrected | `fp8_forward="one_forward"` ([one forward](how_it_works.md#one-forward)) |
-| you want to know which part does it | `kv_cache_dtype="auto"`, `fp8_weights=False`, one at a time |
-| you need BF16 rollouts to compare with | `kv_cache_dtype="auto"`, `fp8_weights=False`, `use_vllm=True`, `rollout_correction="fp8_token_tis"` |
-| you want TRL's trainer, bit for bit ([test](../tests/trainer/test_trainer.py)) | `kv_cache_dtype="auto"`, `fp8_weights=False`: nothing of TRL's is refused then |
+| you want no mismatch | `fp8_forward="one_forward"` ([one forward](how_it_works.md#one-forward)) |
+| you look for the part that causes it | `kv_cache_dtype="auto"`, `fp8_weights=False`, one at a time |
+| you need BF16 rollouts to compare with | `kv_cache_dtype="auto", fp8_weights=False, use_vllm=True, rollout_correction="fp8_token_tis"` |
+| you want TRL's trainer, bit for bit ([test](../tests/trainer/test_trainer.py)) | `kv_cache_dtype="auto", fp8_weights=False` |
+"""  # noqa: E501
+API = """
+## API
+
+What a script imports, from the docstrings. The command line is in the [quickstart](quickstart.md#the-command-line).
+
+| | |
+|---|---|
+| `from trl_fp8 import ...` | [`FP8GRPOTrainer`][trl_fp8.trainer.FP8GRPOTrainer], [`FP8GRPOConfig`][trl_fp8.config.FP8GRPOConfig], [`FP8ProgressCallback`][trl_fp8.run.progress.FP8ProgressCallback], [`FP8Recipe`][trl_fp8.recipe.recipe.FP8Recipe], [`FP8Rollouts`][trl_fp8.rollouts.FP8Rollouts] |
+| `from trl_fp8.export.export import ...` | [`export_fp8`][trl_fp8.export.export.export_fp8] |
+| `from trl_fp8.export.file_checksums import ...` | [`verify_export`][trl_fp8.export.file_checksums.verify_export] |
+| `from trl_fp8.export.push import ...` | [`push_export`][trl_fp8.export.push.push_export] |
+
+The names of the first row are the package's public ones. The others stand where they are defined, and may move between minor versions.
+
+### Training
+
+::: trl_fp8.trainer.FP8GRPOTrainer
+    options:
+      inherited_members: true
+      members: [train, save_fp8_model, merge_and_export, push_fp8_to_hub]
+
+::: trl_fp8.config.FP8GRPOConfig
+    options:
+      inherited_members: true
+      members: [recipe_for]
+
+::: trl_fp8.run.progress.FP8ProgressCallback
+    options:
+      members: false
+
+::: trl_fp8.rollouts.FP8Rollouts
+    options:
+      members: [feature, logged]
+
+### Correction
+
+`trainer.args.correction` is the run's `RolloutCorrection`, None if nothing is corrected.
+
+::: trl_fp8.features.correction.importance.RolloutCorrection
+    options:
+      members: [from_trl_mode]
+
+::: trl_fp8.features.correction.rejection.Rejection
+
+::: trl_fp8.features.correction.importance.correct
+
+::: trl_fp8.features.correction.presets.correction_from
+
+### Recipe
+
+::: trl_fp8.recipe.recipe.FP8Recipe
+
+::: trl_fp8.recipe.recipe.recipe_for_model
+
+### FP8 checkpoints
+
+::: trl_fp8.export.export.export_fp8
+
+::: trl_fp8.export.file_checksums.verify_export
+
+::: trl_fp8.export.push.push_export
 """  # noqa: E501
 
 
@@ -74,7 +131,7 @@ def page() -> str:
         sections.append(f"\n## {title}\n")
         sections += [described(fields.pop(name)) for name in group.__annotations__ if name in fields]
     assert not fields, f"no group has {list(fields)}"
-    return "".join(sections)
+    return "".join(sections) + API
 
 
 def described(field: dataclasses.Field) -> str:

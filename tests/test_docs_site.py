@@ -66,8 +66,8 @@ def test_old_addresses_lead_to_the_pages_that_took_their_place(site):
         assert "://" not in new or (ROOT / new.partition("/main/")[2]).is_file(), new
 
 
-def test_what_the_package_exports_is_on_the_api_page(site):
-    page = (site / "api.html").read_text()
+def test_what_the_package_exports_is_on_the_page_of_the_api(site):
+    page = (site / "configuration.html").read_text()
     assert [name for name in trl_fp8.__all__ if not re.search(rf'id="trl_fp8\.[\w.]+\.{name}"', page)] == []
 
 
@@ -76,7 +76,7 @@ def test_pages_are_right_in_a_browser(site):
     handler = partial(QuietHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium(LAPTOP) as browser:
         Thread(target=server.serve_forever, daemon=True).start()
-        for page in ("index", "quickstart", "comparison", "configuration", "api", "troubleshooting"):
+        for page in ("index", "quickstart", "comparison", "configuration", "evidence", "troubleshooting"):
             look_at(browser, f"http://127.0.0.1:{server.server_port}/{page}.html")
             assert browser.find_element("css selector", "h1").text
         server.shutdown()
