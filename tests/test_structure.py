@@ -376,10 +376,10 @@ def test_every_patch_is_in_the_list_and_every_entry_is_made():
                         elsewhere.add(path)
     registrations()  # each adds its patches
     by_name = {patches.FOR_ONE_BLOCK, patches.FOR_GOOD}
-    listed = {(entry.by, target.rpartition(".")[2]) for target, entry in PATCHES.items() if entry.how in by_name}
+    listed = {(entry.by, target.rpartition(".")[2]) for target, entry in PATCHES.items() if entry.kind in by_name}
     assert made - {("upstream/patches.py", "name")} == listed
     undoes = {"upstream/patches.py", "policy/stored_weights.py"}  # the latter: what a loader has changed
-    assert elsewhere - undoes == {entry.by for entry in PATCHES.values() if entry.how not in by_name}
+    assert elsewhere - undoes == {entry.by for entry in PATCHES.values() if entry.kind not in by_name}
 
 
 def written_from_outside():

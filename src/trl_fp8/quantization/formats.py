@@ -1,7 +1,4 @@
-"""The formats of FP8 weights and of their scales, in numbers and words, without torch.
-
-A format is one `FormatSpec` and one entry of `FORMATS`.
-"""
+"""Formats of FP8 weights and their scales, without torch. A format is one `FormatSpec` and an entry of `FORMATS`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,21 +68,21 @@ class FormatSpec:
 
     @property
     def fused_share_scale(self) -> bool:
-        """Weights that vLLM fuses (q, k, v and gate, up) have one scale in common, as their parameter has one."""
+        """Return whether weights that vLLM fuses (q, k, v and gate, up) share one scale, as their parameter does."""
         return self.weight_block is None
 
     @property
     def quantization_config(self) -> dict:
-        """In a checkpoint's config.json, as vLLM's `Fp8Config` reads it."""
+        """Return the entry of a checkpoint's config.json that vLLM's `Fp8Config` reads."""
         blocks = {"weight_block_size": list(self.weight_block)} if self.weight_block else {}
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | blocks
 
     def fits(self, rows: float, columns: float) -> bool:
-        """An engine can hold a shard of this size."""
+        """Return whether an engine can hold a shard of this size."""
         return not (rows % self.alignment or columns % self.alignment)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """`[..., n, k]` of the scales of a weight `[..., N, K]`; a block that N or K does not fill counts as one."""
+        """Return the shape `[..., n, k]` of the scales of a weight `[..., N, K]`; partly filled blocks count."""
         rows, columns = self.weight_block or shape[-2:]
         return *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)
 
@@ -144,13 +141,13 @@ FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS, TENSOR)} 
 
 
 def format_named(name: str) -> FormatSpec:
-    """The format of a value of the flag; `ValueError` if there is none."""
+    """Return the format that the flag's value names; raise `ValueError` if there is none."""
     if name not in FORMATS:
         raise ValueError(f"fp8_weight_format={name!r} is not a format of weights. Use one of {list(FORMATS)}.")
     return FORMATS[name]
 
 
 def format_stored(weight_block: Sequence[int] | None) -> FormatSpec | None:
-    """The format of a checkpoint, or of an engine's layer, by its `weight_block_size`; None if it is none of ours."""
+    """Return the format with this `weight_block_size`, of a checkpoint or an engine's layer; None if it is unknown."""
     block = tuple(weight_block) if weight_block else None
     return next((spec for spec in FORMATS.values() if spec.weight_block == block), None)

@@ -31,21 +31,21 @@ class Family:
     one_window: bool = False  # vLLM's class gives all layers one sliding window, or none
     sees_images_whole: bool = False  # tokens of an image attend to all of it, which FlashAttention 3 cannot mask
     sinks: bool = False  # its attention may have sinks
-    stored: Parts = ()  # what transformers renames while it loads a checkpoint, from its names to those of the file
-    held: Parts = ()  # what vLLM's class renames, from names of the file to those of its modules
+    stored: Parts = ()  # names that transformers changes while it loads a checkpoint: its own -> the file's
+    in_engine: Parts = ()  # names that vLLM's class changes: the file's -> its modules'
     fp32: tuple[str, ...] = ()  # ends of the names of weights that vLLM's class, and so a checkpoint, has in FP32
     experts_together: bool = False  # published checkpoints have the experts of a layer in one tensor
     experts_counted: bool = True  # False: TRL's load-balancing loss finds no num_experts in its config
     fuses_unsaid: bool = False  # vLLM's class does not say what it fuses (no packed_modules_mapping)
     scales_renamed: bool = False  # vLLM renames `weight_scale_inv` to the scales of whole tensors while it loads
-    followed: bool = False  # one forward: the operations of its decoder layers are known to be the engine's, too
-    compiled_on_cuda: str = ""  # what of a layer vLLM's class compiles there by itself, so that nothing can follow it
-    engine_fields: Callable[[Config], Fields] = _none  # fields that an engine has to find in its config, see below
+    followed: bool = False  # one forward: its decoder layers can be computed by the engine's operations
+    compiled_on_cuda: str = ""  # the operations that vLLM's class compiles there by itself: nothing can follow them
+    engine_fields: Callable[[Config], Fields] = _none  # fields that the engine needs in its config, see below
 
 
-# `engine_fields`: vLLM's classes look up what transformers' classes do whatever a config says. Checkpoints of the Hub
-# have these fields. A config that was made in memory may lack them, or say otherwise: what is trained is what
-# transformers computes. vLLM would round the logits of routers to BF16, where transformers computes them in FP32.
+# `engine_fields`: vLLM's classes read these fields, transformers' classes compute the same whatever a config says.
+# Checkpoints of the Hub have them; a config made in memory may lack them or contradict them. The policy computes as
+# transformers does. Without `moe_router_dtype` vLLM would round the logits of routers to BF16.
 
 
 def _deepseek_v2(config: Config) -> Fields:
@@ -95,7 +95,7 @@ FAMILIES = {
     "afmoe": Family(
         activations=_SILU,
         fp32=(".mlp.router.gate.weight", ".mlp.expert_bias"),
-        held=((".router.gate.", ".gate."),),
+        in_engine=((".router.gate.", ".gate."),),
     ),
     "apertus": Family(activations=("xielu",)),
     "arcee": Family(activations=("relu2",)),
@@ -116,7 +116,7 @@ FAMILIES = {
         activations=_SILU,
         fp32=(".mlp.gate.weight", ".e_score_correction_bias"),
         stored=((".gate.moe_statics.", ".moe_statics."),),
-        held=((".moe_statics.", ".gate."),),
+        in_engine=((".moe_statics.", ".gate."),),
     ),
     "exaone4": Family(activations=_SILU),
     "flex_olmo": Family(by_transformers=True),
@@ -140,28 +140,28 @@ FAMILIES = {
     "gpt_bigcode": Family(tested=False, by_transformers=True),
     "gpt_oss": Family(
         sinks=True,
-        held=((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
+        in_engine=((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
         experts_together=True,
         followed=True,
     ),
     "granite": Family(activations=_SILU, followed=True),
     "granite_swa": Family(activations=_SILU, sinks=True),
-    "granitemoe": Family(held=_GRANITE_ROUTER, **_GRANITE),
-    "granitemoe_swa": Family(sinks=True, held=_GRANITE_ROUTER, **_GRANITE),
+    "granitemoe": Family(in_engine=_GRANITE_ROUTER, **_GRANITE),
+    "granitemoe_swa": Family(sinks=True, in_engine=_GRANITE_ROUTER, **_GRANITE),
     "granitemoehybrid": Family(
         stored=(
             (".router.", ".router.layer."),
             (".experts.gate_up_proj", ".input_linear.weight"),
             (".experts.down_proj", ".output_linear.weight"),
         ),
-        held=(
+        in_engine=(
             (".router.layer.", ".gate."),
             (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
             (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
         ),
         **_GRANITE,
     ),
-    "granitemoeshared": Family(held=_GRANITE_ROUTER, **_GRANITE),
+    "granitemoeshared": Family(in_engine=_GRANITE_ROUTER, **_GRANITE),
     "hrm_text": _refused("vLLM's class does not say which projections it fuses (no packed_modules_mapping)"),
     "hunyuan_v1_dense": Family(by_transformers=True),
     "hunyuan_v1_moe": Family(by_transformers=True),
@@ -173,7 +173,7 @@ FAMILIES = {
             (".e_score_correction_bias", ".expert_bias"),
             (".shared_experts.", ".shared_mlp."),
         ),
-        held=((".router.gate.", ".gate."),),
+        in_engine=((".router.gate.", ".gate."),),
     ),
     "hy_v4": _refused(_SPARSE),
     "hyperclovax": Family(activations=_SILU),
@@ -220,10 +220,10 @@ _UNKNOWN = Family(tested=False)
 
 
 def family_of(model_type: str) -> Family:
-    """The row of a model type; of one that has none, what goes for most types, not tested."""
+    """Return the row of a model type; an untested one with the defaults if it has none."""
     return FAMILIES.get(model_type, _UNKNOWN)
 
 
 def types_with(field: str) -> tuple[str, ...]:
-    """The model types in whose rows a field is set, in alphabetical order."""
+    """Return the model types in whose rows a field is set, in alphabetical order."""
     return tuple(kind for kind, family in FAMILIES.items() if getattr(family, field))

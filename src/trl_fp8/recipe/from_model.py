@@ -16,33 +16,33 @@ from .outline import LayerCache, Outline, layer_caches
 
 
 def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
-    """Names and shapes of the folder or Hub id `model`, of which only the config is read.
+    """Return the outline of the folder or Hub id `model`. Only its config is read.
 
     The model is of the class that the config names, as TRL loads it, with a vision tower if it has one. It is built on
     the meta device, which takes a tenth of a second for 600 B parameters.
 
     Raises:
-        ValueError: transformers builds no model of this config. The message names the model and what it said.
+        ValueError: transformers builds no model of this config. The message names the model and transformers' error.
         OSError: There is no config in the folder, or the Hub cannot be reached.
     """
     try:
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
         named = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"), meta_device_safe_creation_ops():  # as from_pretrained builds it
-            made = named(config) if named else AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        return outline_of(made)
+            empty = named(config) if named else AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return outline_of(empty)
     except OSError:
         raise
-    except Exception as error:  # whatever a class of transformers makes of fields that nobody checked
-        said = " ".join(str(error).split())[:300]
+    except Exception as error:  # any: fields of a config are not checked before a class of transformers uses them
+        reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"transformers makes no causal language model of {model!r} ({type(error).__name__}: {said}). Check its "
+            f"transformers makes no causal language model of {model!r} ({type(error).__name__}: {reason}). Check its "
             "config.json."
         ) from error
 
 
 def outline_of(model: nn.Module) -> Outline:
-    """Names and shapes of a causal LM."""
+    """Return the outline of a causal LM, also on the meta device, sharded, or wrapped by PEFT."""
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each kind of layers
     ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict) and part.get("rope_type")]
@@ -86,14 +86,14 @@ def caches_of(text: Any, **fields: Any) -> tuple[LayerCache, ...]:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers by checkpoint name. PEFT's wrappers are looked through, its adapters left out."""
+    """Yield linear layers by checkpoint name, those inside PEFT's wrappers too, without its adapters."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not of_adapter(name, model):
             yield checkpoint_name(name), module
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that checkpoints hold, by checkpoint name, e.g. the routers' `e_score_correction_bias` of DeepSeek-V3.
+    """Yield the buffers of checkpoints by name, e.g. the routers' `e_score_correction_bias` of DeepSeek-V3.
 
     They are updated like parameters, though by no gradient, and keep their dtype in an engine.
     """
@@ -107,7 +107,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def of_adapter(name: str, model: nn.Module) -> bool:
-    """True for modules and parameters of adapters, and copies of whole modules: what TRL's sync leaves out, too."""
+    """Return whether a module or parameter is an adapter's or a copy of a module: TRL's sync leaves out both."""
     prefix = getattr(model, "prefix", "lora_")  # of the PEFT method
     # copies of whole modules: PEFT's original, and TRL's reference
     copied = "original_module" in name or ".modules_to_save." in checkpoint_name(name)
@@ -115,16 +115,16 @@ def of_adapter(name: str, model: nn.Module) -> bool:
 
 
 def _shared_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that linears and experts of a shared base have the shapes of, and do not hold."""
+    """Yield the weights of linears and experts of a shared base, whose modules have no parameters."""
     linears = ((name, linear, ["weight"]) for name, linear in linear_layers(model))
     experts = ((name, module, expert_weights(module)) for name, module in expert_modules(model))
     for name, module, weights in chain(linears, experts):
-        held = dict(module.named_parameters(recurse=False))
-        yield from ((f"{name}.{one}", getattr(module, one)) for one in weights if one not in held)
+        own = dict(module.named_parameters(recurse=False))
+        yield from ((f"{name}.{weight}", getattr(module, weight)) for weight in weights if weight not in own)
 
 
 def _heads(text: Any) -> tuple[int, int]:
-    """(KV heads, head size); (0, 0) where layers differ in them or have none."""
+    """Return (KV heads, head size); (0, 0) where layers differ in them or have none."""
     try:
         heads = getattr(text, "num_attention_heads", 0)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -134,14 +134,14 @@ def _heads(text: Any) -> tuple[int, int]:
 
 
 def _stored_as(config: Any) -> str:
-    """`quant_method` of a config's `quantization_config`, which is a dict, or an object once a model is loaded."""
+    """Return the config's quantization method; its `quantization_config` is a dict, or an object after loading."""
     found = getattr(config, "quantization_config", None) or {}
     method = found.get("quant_method", "") if isinstance(found, dict) else found.quant_method
     return str(getattr(method, "value", method))
 
 
 def _has_usual_layout(experts: nn.Module) -> bool:
-    """transformers marks experts that are stored transposed, or with gate and up interleaved."""
+    """Return False for experts that transformers marks as transposed, or as having gate and up interleaved."""
     named = sorted(expert_weights(experts))
     odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
     return named == sorted(TRANSFORMERS.fused) and not odd

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 
 
 def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:
-    """For a message: the first `most` of what may be hundreds, and how many more there are."""
+    """Return the first `most` of what may be hundreds of names, and how many more there are."""
     names = list(names)
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return between.join([*names[:most], *more])
 
 
 def format_bytes(count: float) -> str:
-    """`1536` -> `1.5 KiB`."""
+    """Return a size in words: `1536` -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

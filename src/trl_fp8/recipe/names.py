@@ -50,10 +50,9 @@ class ExpertNames:
 
 TRANSFORMERS = ExpertNames(("gate_up_proj", "down_proj"), (("gate_proj", "up_proj"), ("down_proj",)))
 MIXTRAL = ExpertNames(("w13", "w2"), (("w1", "w3"), ("w2",)))
-HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever family
+HELD = ("w13", "w2")  # the fused tensors in vLLM's modules, of every family
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
-# Where a vision-language model, whatever its type, has its language model: beginnings of names. Of the first one is
-# known what vLLM calls it
+# Prefixes of the language model in a vision-language model. vLLM's name is known for the first
 WRAPPED = "model.language_model"
 WRAPPED_OTHERWISE = ("language_model.model", "model")  # of Gemma 3; of Qwen2-VL and Qwen2.5-VL
 _COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")  # of a module, by PEFT
@@ -65,13 +64,13 @@ _HELD_PARTS = (
 
 
 def checkpoint_name(name: str) -> str:
-    """The name that a module or parameter has in the base model's checkpoint, inside PEFT's and FSDP's wrappings."""
+    """Return the base checkpoint's name of a module or parameter inside PEFT's and FSDP's wrappers."""
     name = name.removeprefix("base_model.model.").replace("_checkpoint_wrapped_module.", "")
     return name.replace(".base_layer", "").replace(".modules_to_save.default", "")
 
 
 def without_copies(name: str) -> str:
-    """The name of the module that PEFT's `modules_to_save` copied, for its original and for each of its copies."""
+    """Return the name without PEFT's `modules_to_save`: that of the module of which it has an original and copies."""
     return _COPY.sub("", name)
 
 
@@ -81,7 +80,7 @@ def stored_name(name: str, model_type: str) -> str:
 
 
 def is_fp32(name: str, model_type: str) -> bool:
-    """True for a parameter that transformers calls `name` if an engine holds it in FP32, and gets it unrounded."""
+    """Return whether an engine holds the parameter that transformers calls `name` in FP32: it is sent unrounded."""
     return name.endswith(family_of(model_type).fp32)
 
 
@@ -89,7 +88,7 @@ def held_name(stored: str, model_type: str, decoder: str) -> str:
     """Return the name in vLLM's class of a parameter or module of a checkpoint with decoder layers in `decoder`."""
     parts = _HELD_PARTS if decoder == WRAPPED else ()
     before, after = next((part for part in parts if stored.startswith(part[0])), ("", ""))
-    return _replaced(after + stored.removeprefix(before), family_of(model_type).held)
+    return _replaced(after + stored.removeprefix(before), family_of(model_type).in_engine)
 
 
 def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
@@ -104,14 +103,14 @@ def fused_name(name: str) -> str:
     return next((f"{parent}.{fused}" for fused, parts in FUSED.items() if kind in parts), name)
 
 
-def sent_expert_name(held: str, gate: str) -> str:
-    """Return the name under which vLLM loads `held`, one of `HELD`, where `ckpt_gate_proj_name` is `gate`."""
+def sent_expert_name(engine_name: str, gate: str) -> str:
+    """Return the name under which vLLM loads one of `HELD`, where `ckpt_gate_proj_name` is `gate`."""
     family = TRANSFORMERS if gate == TRANSFORMERS.published[0][0] else MIXTRAL
-    return family.fused[HELD.index(held)]
+    return family.fused[HELD.index(engine_name)]
 
 
 def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple[str, ...]:
-    """Names of the parts, {} for the expert's number, of a tensor of all experts or its scales; of others none."""
+    """Return published names, {} for the expert's number, of the parts of a tensor of all experts or its scales."""
     layer, is_expert, tensor = sent.partition(".experts.")
     tensor, is_scale, _ = tensor.partition(scale_suffix)
     for family in (TRANSFORMERS, MIXTRAL):
@@ -122,12 +121,12 @@ def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple
 
 
 def full_shape(parameter: "nn.Parameter") -> tuple[int, ...]:
-    """Shape of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
+    """Return the shape of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def expert_modules(model: "nn.Module") -> Iterator[tuple[str, "nn.Module"]]:
-    """Modules that hold all experts of a layer in 3-D parameters, by checkpoint name."""
+    """Yield the modules that hold all experts of a layer in 3-D parameters, by checkpoint name."""
     for name, module in model.named_modules():
         name = checkpoint_name(name)
         if name.rpartition(".")[2] == "experts":
@@ -136,27 +135,27 @@ def expert_modules(model: "nn.Module") -> Iterator[tuple[str, "nn.Module"]]:
 
 
 def expert_weights(experts: "nn.Module") -> dict[str, "nn.Parameter"]:
-    """The parameters of all experts of a layer, also where they are shared and the module holds none."""
+    """Return the parameters of all experts of a layer, also where they are shared and the module has none."""
     shared = {name: getattr(experts, name) for name in TRANSFORMERS.fused if hasattr(experts, name)}
     return dict(experts.named_parameters(recurse=False)) or shared
 
 
 def router_name(experts: str, modules: Container[str]) -> str:
-    """Checkpoint name of the router, among `modules`, in front of the experts `...mlp.experts`."""
+    """Return the name, among `modules`, of the router in front of the experts `...mlp.experts`."""
     block = experts.rpartition(".")[0]
     return f"{block}.router" if f"{block}.router" in modules else f"{block}.gate"
 
 
 def routers(model: "nn.Module") -> dict[str, "nn.Module | None"]:
-    """The module in front of the experts of each layer, by name, of a model that is in no wrapping of PEFT's."""
+    """Return the module in front of the experts of each layer, by name, of a model without PEFT's wrappers."""
     modules = dict(model.named_modules())
     names = [router_name(name, modules) for name, _ in expert_modules(model)]
     return {name: modules.get(name) for name in names}
 
 
 def is_router(module: "nn.Module") -> bool:
-    """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE, and return
-    the choice after logits and weights; Granite's return it before them.
+    """Return whether a router chooses experts by one top-k (Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE) and returns the
+    choice after logits and weights; Granite's returns it before them.
     """
     name = type(module).__name__
     return name.endswith("TopKRouter") and not name.startswith("GraniteMoe")

@@ -1,7 +1,4 @@
-"""Outline of a model without the model: names, shapes and caches, enough to decide what is FP8 and to count bytes.
-
-`from_model.py` makes outlines, of models and of checkpoints.
-"""
+"""Names, shapes and caches of a model, enough to decide what is FP8 and to count bytes; made by `from_model.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -44,18 +41,18 @@ class Outline:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Numbers of the decoder layers that cache keys and values."""
+        """Return the numbers of the decoder layers that cache keys and values."""
         return kv_layers(self.caches)
 
     @property
     def decoder(self) -> str:
-        """The module that has the decoder layers; of a vision-language model it lies deeper."""
+        """Return the name of the module that has the decoder layers; deeper in a vision-language model."""
         name = next((name for name in self.parameters if name.endswith(".embed_tokens.weight")), "model.")
         return name.removesuffix("embed_tokens.weight").removesuffix(".")
 
 
 def layer_caches(config: Mapping[str, Any], layers: int, kv_heads: int, head_dim: int) -> tuple[LayerCache, ...]:
-    """By decoder layer; `config` has transformers' defaults filled in, as `to_dict()` has them."""
+    """Return the cache of each decoder layer; `config` has transformers' defaults, as `to_dict()` fills them in."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     full = LayerCache(2 * kv_heads * head_dim)
     if rank := config.get("kv_lora_rank"):
@@ -73,13 +70,14 @@ def layer_caches(config: Mapping[str, Any], layers: int, kv_heads: int, head_dim
 
 
 def kv_layers(caches: tuple[LayerCache, ...]) -> tuple[int, ...]:
-    """Numbers of the decoder layers that cache keys and values."""
+    """Return the numbers of the decoder layers that cache keys and values."""
     return tuple(layer for layer, cache in enumerate(caches) if cache.elements)
 
 
 def _delta_net_bytes(config: Mapping[str, Any]) -> int:
-    """vLLM's `gated_delta_net_state_shape`: the last inputs of the convolution, and a K x V matrix of each head."""
-    if not (heads := config.get("linear_num_value_heads")):
+    """Return the bytes of vLLM's `gated_delta_net_state_shape`: a convolution's last inputs, a K x V matrix a head."""
+    heads = config.get("linear_num_value_heads")
+    if not heads:
         return 0
     keys, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
     channels = 2 * config["linear_num_key_heads"] * keys + heads * values

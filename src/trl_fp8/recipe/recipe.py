@@ -1,7 +1,7 @@
-"""The recipe: which tensors of a model are FP8, and in which format. Every other part asks it.
+"""The recipe: which tensors of a model are FP8, and in which format.
 
-It is given once, before the engine starts, by exact module names, because vLLM's ignore list drops a pattern or an
-unknown name without a word: each linear layer is in `fp8_modules`, or in `kept_modules` with the reason why.
+It is decided once, before the engine starts, by exact module names, because vLLM's ignore list silently drops patterns
+and unknown names. Each linear layer is in `fp8_modules`, or in `kept_modules` with the reason.
 
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
 engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
@@ -54,7 +54,7 @@ class FP8Recipe:
     """FP8 tensors of the engine by exact checkpoint names in model order; final once the engine has started."""
 
     fp8_modules: tuple[str, ...]  # linear layers whose weights are FP8
-    kept_modules: dict[str, str] = field(default_factory=dict)  # what else could have been, and routers -> reason
+    kept_modules: dict[str, str] = field(default_factory=dict)  # all other candidates, and routers -> reason
     kv_cache_dtype: str = "fp8"  # "fp8" (e4m3, calibrated per-tensor scales) or "auto" (the model's dtype)
     kv_cache_skip_layers: tuple[int, ...] = ()  # decoder layers whose KV cache stays in the model's dtype
     format: FormatSpec = BLOCKS  # of the weights
@@ -67,7 +67,7 @@ class FP8Recipe:
 
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
-        """Checkpoint names of the weights that are FP8."""
+        """Return the checkpoint names of the weights that are FP8."""
         experts = {f"{name}.{parameter}" for name in self.fp8_experts for parameter in TRANSFORMERS.fused}
         return frozenset(experts | {f"{name}.weight" for name in self.fp8_modules})
 
@@ -97,26 +97,26 @@ class FP8Recipe:
         return self.engine_name(name + self.format.scale_suffix)
 
     def sharing_scale(self, name: str) -> tuple[str, ...]:
-        """The FP8 weights, this one included, that have one scale; in the order in which vLLM fuses them."""
-        module = name.removesuffix(".weight")
-        peers = _fused_with(module) if self.format.fused_share_scale else []
-        return tuple(n for peer in peers if (n := f"{peer}.weight") in self.fp8_tensors) or (name,)
+        """Return the FP8 weights, this one included, that share its scale, in the order in which vLLM fuses them."""
+        peers = _fused_with(name.removesuffix(".weight")) if self.format.fused_share_scale else []
+        weights = [f"{peer}.weight" for peer in peers]
+        return tuple(weight for weight in weights if weight in self.fp8_tensors) or (name,)
 
     def keeping(self, modules: Iterable[str], reason: str) -> "FP8Recipe":
-        """This recipe with FP8 `modules`, and what vLLM fuses with them, kept in high precision, too."""
-        kept = dict.fromkeys(modules, reason)
-        for name in list(kept):
-            for peer in set(_fused_with(name)).intersection(self.fp8_modules) - kept.keys():
-                kept[peer] = _fused_reason(name)
+        """Return this recipe with FP8 `modules`, and the layers that vLLM fuses with them, in high precision, too."""
+        reasons = dict.fromkeys(modules, reason)
+        for name in list(reasons):
+            for peer in set(_fused_with(name)).intersection(self.fp8_modules) - reasons.keys():
+                reasons[peer] = _fused_reason(name)
         return replace(
             self,
-            fp8_modules=tuple(name for name in self.fp8_modules if name not in kept),
-            fp8_experts=tuple(name for name in self.fp8_experts if name not in kept),
-            kept_modules=self.kept_modules | kept,
+            fp8_modules=tuple(name for name in self.fp8_modules if name not in reasons),
+            fp8_experts=tuple(name for name in self.fp8_experts if name not in reasons),
+            kept_modules=self.kept_modules | reasons,
         )
 
     def gemms(self, outline: Outline) -> Counter[tuple[int, int]]:
-        """Shape `[N, K]` of the FP8 weights of linears that one rank holds, as vLLM fuses them -> number of layers."""
+        """Count the layers by the shape `[N, K]` of a rank's FP8 weights, as vLLM fuses them."""
         rows = Counter()
         for name in self.fp8_modules:
             for part, columns in _shards(outline, name, self.tensor_parallel_size):
@@ -129,19 +129,19 @@ class FP8Recipe:
 
     @property
     def quantization_config(self) -> dict | None:
-        """The checkpoint's `quantization_config` as vLLM's `Fp8Config` reads it; None if nothing is FP8."""
+        """Return the checkpoint's `quantization_config` for vLLM's `Fp8Config`; None if nothing is FP8."""
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
-        # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
-        # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
-        kept = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
+        # Also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales.
+        # By both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
+        ignored = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
         if family_of(self.model_type).fuses_unsaid:
-            kept |= dict.fromkeys(map(fused_name, kept))
-        return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
+            ignored |= dict.fromkeys(map(fused_name, ignored))
+        return self.format.quantization_config | {"modules_to_not_convert": [*ignored]}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
-    """`recipe_for` a transformers or PEFT causal LM, also one on the meta device; flags and errors are the same."""
+    """Call `recipe_for` with the outline of a transformers or PEFT causal LM, which may be on the meta device."""
     from .from_model import outline_of  # torch takes seconds, which `trl-fp8 --help` does without
 
     return recipe_for(outline_of(model), **flags)
@@ -160,7 +160,7 @@ def recipe_for(
     ignored_modules: tuple[str, ...] = (),
     expert_kernels: bool = True,
 ) -> FP8Recipe:
-    """Decide for each linear layer and expert module of a model.
+    """Decide for each linear layer and expert module of a model whether it is FP8.
 
     Args:
         outline: Outline of the policy.
@@ -182,20 +182,19 @@ def recipe_for(
             "caches keys and values (linear attention), so nothing of the KV cache would be FP8. Set "
             "kv_cache_dtype='auto'."
         )
-    kept = _kept(outline, spec, tensor_parallel_size, ignored_modules, expert_kernels)
-    if fp8_weights and len(kept) == len(modules):
+    reasons = _reasons(outline, spec, tensor_parallel_size, ignored_modules, expert_kernels)
+    if fp8_weights and len(reasons) == len(modules):
         sizes = [size for size in range(1, tensor_parallel_size) if tensor_parallel_size % size == 0]
-        smaller = [
-            size for size in sizes if len(_kept(outline, spec, size, ignored_modules, expert_kernels)) < len(modules)
-        ]
-        raise ValueError(_why_nothing(outline, kept, spec, tensor_parallel_size, smaller))
+        at_sizes = {size: _reasons(outline, spec, size, ignored_modules, expert_kernels) for size in sizes}
+        smaller = [size for size, kept_there in at_sizes.items() if len(kept_there) < len(modules)]
+        raise ValueError(_why_nothing(outline, reasons, spec, tensor_parallel_size, smaller))
     if not fp8_weights:
-        kept = {name: kept.get(name, "fp8_weights is off") for name in modules}
+        reasons = {name: reasons.get(name, "fp8_weights is off") for name in modules}
     holding = {name.rpartition(".")[0] for name in outline.parameters}
     return FP8Recipe(
-        fp8_modules=tuple(name for name in linears if name not in kept),
-        fp8_experts=tuple(name for name in experts if name not in kept),
-        kept_modules=kept | {router_name(name, holding): "router" for name in experts},
+        fp8_modules=tuple(name for name in linears if name not in reasons),
+        fp8_experts=tuple(name for name in experts if name not in reasons),
+        kept_modules=reasons | {router_name(name, holding): "router" for name in experts},
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
         format=spec,
@@ -207,42 +206,42 @@ def recipe_for(
     )
 
 
-def _kept(
+def _reasons(
     outline: Outline, spec: FormatSpec, tp_size: int, ignored: tuple[str, ...], expert_kernels: bool
 ) -> dict[str, str]:
-    """Return the modules that stay in high precision, each with the reason."""
+    """Return the modules that stay in high precision, each with its reason."""
     modules = [*outline.linears, *outline.experts]
     reasons = {name: _why_kept(outline, name, spec, tp_size) for name in modules}
     if not expert_kernels:
         for name in outline.experts:
             reasons[name] = reasons[name] or "vLLM has no kernel for FP8 experts on CPU"
     reasons |= dict.fromkeys(ignored, "listed in fp8_ignored_modules")
-    for name in outline.linears:  # what vLLM fuses is either all FP8 or all kept
+    for name in outline.linears:  # layers that vLLM fuses are all FP8, or none is
         blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
         if reasons[name] is None and blocked:
             reasons[name] = _fused_reason(blocked[0])
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _why_nothing(outline: Outline, kept: dict[str, str], spec: FormatSpec, tp_size: int, smaller: list[int]) -> str:
+def _why_nothing(outline: Outline, reasons: dict[str, str], spec: FormatSpec, tp_size: int, smaller: list[int]) -> str:
     """Return the error for a model without any FP8 layer; at the `smaller` tensor parallel sizes it has some."""
     remedies = [f"fp8_weight_format={name!r}" for name in formats_for(outline, tp_size)]
     if smaller:
         reason = f"split over {tp_size} GPUs, no layer of {outline.class_name} has shards that {spec.requirement}"
         remedies = [f"vllm_tensor_parallel_size={' or '.join(map(str, smaller))}", *remedies]
         return f"vllm_tensor_parallel_size={tp_size}: {reason}. Set {', or '.join(remedies)}."
-    kinds = defaultdict(dict)  # reason -> last parts of the names
-    for name, reason in kept.items():
-        kinds[reason][name.rpartition(".")[2]] = None
-    reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in kinds.items())
+    names_of = defaultdict(dict)  # reason -> last parts of the names
+    for name, reason in reasons.items():
+        names_of[reason][name.rpartition(".")[2]] = None
+    kinds = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in names_of.items())
     return (
-        f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8: {reasons}. "
+        f"fp8_weights=True, but none of the {len(reasons)} linear layers of {outline.class_name} can be FP8: {kinds}. "
         f"Set {', or '.join([*remedies, 'fp8_weights=False'])}, or take another model."
     )
 
 
 def formats_for(outline: Outline, tensor_parallel_size: int = 1) -> list[str]:
-    """Formats in which an engine can hold some linear layers or experts of a model."""
+    """Return the formats in which an engine can hold some linear layers or experts of a model."""
     modules = (*outline.linears, *outline.experts)
     return [
         name
@@ -252,18 +251,18 @@ def formats_for(outline: Outline, tensor_parallel_size: int = 1) -> list[str]:
 
 
 def adapter_targets(linears: Iterable[str]) -> list[str]:
-    """Last names of the projections of attention that adapters may be on, also where the base is the engine's."""
+    """Return the last names of the attention projections that adapters may be on, also with an FP8 base."""
     names = (name.rpartition(".") for name in linears if _PROJECTION.search(name))
     return list(dict.fromkeys(kind for parent, _, kind in names if parent.endswith("_attn") and kind not in MLA))
 
 
 def is_vision(name: str) -> bool:
-    """True for modules and parameters of a vision tower, or between it and the language model."""
+    """Return whether a module or parameter is of a vision tower, or between it and the language model."""
     return _VISION.search(name) is not None
 
 
 def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> str | None:
-    """Why an engine cannot hold a linear layer, or a module of experts, in a format; None if it can."""
+    """Return why an engine cannot hold a linear layer or module of experts in a format; None if it can."""
     at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
     if name in outline.experts:
         if spec.why_no_experts:
@@ -289,7 +288,7 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
 
 
 def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, float]]:
-    """N and K of one rank's part of each of the projections in a weight; fractions where `tp_size` does not divide."""
+    """Return N and K of a rank's part of each projection in a weight; fractions where `tp_size` does not divide."""
     rows, columns = outline.linears[name]
     parent, _, kind = name.rpartition(".")
     if kind in (*ROW_PARALLEL, LINEAR_ATTENTION[-1]):
@@ -319,7 +318,7 @@ def _fused_reason(peer: str) -> str:
 
 
 def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], outline: Outline) -> None:
-    """Refuse names of modules and numbers of layers that the model does not have, and skipping all layers."""
+    """Raise `ValueError` for modules or layers that the model does not have, and for skipping all layers."""
     layers, cached = outline.layers, outline.kv_layers or range(outline.layers)
     if unknown := [name for name in ignored if name not in modules]:
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Models that no engine can serve, told from names before one is started.
+"""Refusals of models that no engine can serve, by their names, before an engine starts.
 
 vLLM has to load the model into a class of its own, which takes the policy's tensors under the policy's names and lets
-them be read back. What breaks this in vLLM 0.31 is listed by what gives it away: a part of a parameter's name, or the
-model type where no name does (families.py; tests/engine/test_servable.py holds both to vLLM's classes). Other models
-go on: the names of the engine, once built, are compared with the policy's (`sync.policy_checks`).
+them be read back. Classes of vLLM 0.31 that do not are recognized by a part of a parameter's name, or by the model
+type (families.py); tests/engine/test_servable.py compares both with vLLM's classes. For all other models the names of
+the started engine are compared with the policy's (`sync.policy_checks`).
 """
 
 import re
@@ -13,8 +13,8 @@ from .families import family_of, types_with
 from .outline import Outline
 
 
-# Part of a parameter's name -> what it says of the model
-_GIVEN_AWAY = {
+# Part of a parameter's name -> reason
+_REFUSED_NAMES = {
     r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
         "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
         "that they cannot be read back"
@@ -23,7 +23,7 @@ _GIVEN_AWAY = {
         "its checkpoint has q, k, v as one tensor, whose rows vLLM may rearrange, so that they cannot be read back"
     ),
 }
-# What always works instead, as flags
+# Flags that always work instead
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}
 WITHOUT_ENGINE_WORDS = ", ".join(f"{flag}={value!r}" for flag, value in WITHOUT_ENGINE.items())
 REMEDY = f"Choose another model, or train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS} (TRL alone)"
@@ -39,17 +39,16 @@ def require_servable(outline: Outline, resolve: Resolve | None = None) -> None:
 
 
 def unservable(model_type: str, reason: str) -> str:
-    """The message of an error."""
+    """Return the message of the error for a model type and a reason."""
     return (
         f"models of type {model_type!r} cannot be served by an engine that is synced and audited: {reason}. {REMEDY}."
     )
 
 
 def require_same_positions(outline: Outline, longest: int | None) -> None:
-    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy, or if sequences
-    may be longer than the model's own positions.
+    """Raise `ValueError` if engine and policy would rotate q and k of some sequences by different angles.
 
-    `longest`: Tokens of a sequence in the engine; None: as many as the model can have.
+    `longest` is the number of tokens of a sequence in the engine; None: as many as the model can have.
     """
     served = int(outline.context * outline.stretch)
     if longest and served and longest > served:
@@ -70,7 +69,7 @@ def require_same_positions(outline: Outline, longest: int | None) -> None:
 
 
 def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | None:
-    """The reason that `require_servable` gives, or None."""
+    """Return the reason for which `require_servable` raises, or None."""
     family, backed = family_of(outline.model_type), types_with("by_transformers")
     found = resolve(outline.architectures) if resolve is not None else outline.class_name
     if (found or "").startswith("Transformers") and not family.by_transformers:
@@ -80,9 +79,10 @@ def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | 
         )
     if found is None:
         return f"vLLM 0.31 knows no class for {', '.join(outline.architectures)} (a vLLM plugin may register one)"
-    for part, reason in _GIVEN_AWAY.items():
-        if (name := next(filter(re.compile(part).search, outline.parameters), None)) is not None:
-            return f"{reason} ({name})"
+    for part, reason in _REFUSED_NAMES.items():
+        for name in outline.parameters:
+            if re.search(part, name):
+                return f"{reason} ({name})"
     if family.refused:
         return family.refused
     allowed = family.activations

@@ -1,7 +1,7 @@
-"""The register of patches that this project makes to other libraries, and the functions that make those of names.
+"""The register of patches to other libraries, and the functions that replace names.
 
-The core's stand here, a feature's in its folder, whose `__init__.py` adds them. A patch of a name that is not in the
-register is an error, and so is one whose name the library no longer has.
+The core's patches stand here; a feature's `__init__.py` adds its own. A patch of a name that is not in the register is
+an error, and so is a patch of a name that the library no longer has.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,30 +10,29 @@ from types import ModuleType
 from typing import NamedTuple
 
 
-READ_IN = {
-    "accelerate": "1.15",
-    "torch": "2.13",
-    "transformers": "5.17",
-    "trl": "1.16",
-    "vllm": "0.31",
-}  # library -> its version
+# Library -> the version whose names are patched
+READ_IN = {"accelerate": "1.15", "torch": "2.13", "transformers": "5.17", "trl": "1.16", "vllm": "0.31"}
 FOR_ONE_BLOCK, FOR_GOOD, REGISTERED, ON_INSTANCES = "for one block", "for good", "registered", "on instances"
 
 
 class Patch(NamedTuple):
     """The replacement of the target, the file that makes it, and the reason why there is no other way."""
 
-    how: str
+    kind: str  # FOR_ONE_BLOCK, FOR_GOOD, REGISTERED or ON_INSTANCES
     by: str
     why: str
 
 
-PATCHES: dict[str, Patch] = {}  # target -> what becomes of it
+PATCHES: dict[str, Patch] = {}  # by target
 
 
-def register(how: str, patches: Mapping[str, tuple[str, str]]) -> None:
+def register(kind: str, patches: Mapping[str, tuple[str, str]]) -> None:
     """Add patches to the register: target -> (file of this package that makes it, why)."""
-    PATCHES.update((target, Patch(how, *entry)) for target, entry in patches.items())
+    PATCHES.update((target, Patch(kind, *entry)) for target, entry in patches.items())
+
+
+_LAYERS = "vllm.model_executor.layers"
+_MODELS, _KERNELS = "vllm.model_executor.models", "vllm.model_executor.kernels.linear"
 
 
 register(
@@ -51,7 +50,7 @@ register(
             "It puts new parameters into a model that has an optimizer.",
         ),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
-        "vllm.model_executor.models.transformers.base.AutoModel": (
+        f"{_MODELS}.transformers.base.AutoModel": (
             "engine/vllm/environment.py",
             "It gives the policy's class another base.",
         ),
@@ -61,11 +60,11 @@ register(
 register(
     FOR_GOOD,
     {
-        "vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS": (
+        f"{_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS": (
             "engine/vllm/cpu/reference_linear.py",
             "The reference kernel goes first on CPU; no function registers block-FP8 linears.",
         ),
-        "vllm.model_executor.kernels.linear._POSSIBLE_FP8_KERNELS": (
+        f"{_KERNELS}._POSSIBLE_FP8_KERNELS": (
             "engine/vllm/cpu/reference_linear.py",
             "The reference kernel goes first on CPU; no function registers a kernel before others.",
         ),
@@ -73,38 +72,35 @@ register(
             "engine/vllm/cpu/reference_linear.py",
             "Loads per-tensor weights, and CPU has no body.",
         ),
-        "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": (
+        f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (
             "engine/vllm/cpu/reference_linear.py",
             "An audit cannot read what it packs.",
         ),
-        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
+        f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
             "engine/vllm/cpu/delta_net.py",
             "It reads packed weights, and a prefill gives other bits than decode steps.",
         ),
-        "vllm.model_executor.layers.fused_moe.oracle.unquantized.backend_to_kernel_cls": (
+        f"{_LAYERS}.fused_moe.oracle.unquantized.backend_to_kernel_cls": (
             "engine/vllm/cpu/reference_experts.py",
             "The reference kernel goes first on CPU; no function registers experts.",
         ),
-        "vllm.model_executor.layers.fused_moe.router.cpu_router._softmax_topk": (
+        f"{_LAYERS}.fused_moe.router.cpu_router._softmax_topk": (
             "engine/vllm/cpu/ops.py",
             "It is BF16; transformers and CUDA have FP32.",
         ),
-        "vllm.model_executor.layers.fused_moe.router.cpu_router._grouped_topk": (
+        f"{_LAYERS}.fused_moe.router.cpu_router._grouped_topk": (
             "engine/vllm/cpu/ops.py",
             "An FP32 sigmoid depends on the place.",
         ),
-        "vllm.model_executor.layers.fused_moe.router.router_factory.CPURouter": (
+        f"{_LAYERS}.fused_moe.router.router_factory.CPURouter": (
             "engine/vllm/cpu/ops.py",
             "It knows no sigmoid without groups.",
         ),
-        "vllm.model_executor.models.commandr.layer_norm_func": (
+        f"{_MODELS}.commandr.layer_norm_func": (
             "engine/vllm/cpu/ops.py",
             "Its mean depends on the number of rows; not an operation.",
         ),
-        "vllm.model_executor.models.commandr.rms_norm_func": (
-            "engine/vllm/cpu/ops.py",
-            "As the other norm of these models.",
-        ),
+        f"{_MODELS}.commandr.rms_norm_func": ("engine/vllm/cpu/ops.py", "As the other norm of these models."),
         "vllm.distributed.parallel_state._EP": ("upstream/vllm.py", "vLLM makes no group after the first engine."),
     },
 )
@@ -115,14 +111,11 @@ register(
             "engine/vllm/cpu/ops.py",
             "It rounds the residual sum, as transformers does.",
         ),
-        "vllm.model_executor.layers.activation.SiluAndMul": (
+        f"{_LAYERS}.activation.SiluAndMul": (
             "engine/vllm/cpu/ops.py",
             "A compiled one depends on the place in a vector.",
         ),
-        "vllm.model_executor.layers.activation.GeluAndMul": (
-            "engine/vllm/cpu/ops.py",
-            "It depends on size and layout.",
-        ),
+        f"{_LAYERS}.activation.GeluAndMul": ("engine/vllm/cpu/ops.py", "It depends on size and layout."),
         "vllm.v1.attention.backends.registry.AttentionBackendEnum": (
             "engine/vllm/cpu/reference_attention.py",
             "vLLM's depends on the batch.",
@@ -158,7 +151,7 @@ register(
 
 @contextmanager
 def substituted(owner: ModuleType, name: str, replacement: object) -> Iterator[None]:
-    """`owner.name` is `replacement` inside the block, and what it was before after it, whatever happens."""
+    """Replace `owner.name` inside the block; restore it afterwards, also on an exception."""
     original = patch(owner, name, replacement)
     try:
         yield
@@ -167,7 +160,10 @@ def substituted(owner: ModuleType, name: str, replacement: object) -> Iterator[N
 
 
 def patch(owner: ModuleType, name: str, replacement: object) -> object:
-    """Make `owner.name` be `replacement`, for good; returns what it was. `RuntimeError` as the module says."""
+    """Replace `owner.name` permanently. Return the original.
+
+    Raises `RuntimeError` for a name that is not in the register, or that the library no longer has.
+    """
     target = f"{owner.__name__}.{name}"
     if target not in PATCHES:
         raise RuntimeError(f"{target} is not in the list of patches (upstream/patches.py).")

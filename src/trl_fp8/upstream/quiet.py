@@ -1,8 +1,7 @@
-"""Other libraries' noise, named message by message, and left out of what this package lets them print.
+"""Filters for other libraries' noise, message by message.
 
-`without_noise` is around what this package imports and starts: the first use of one of its names, and the start of an
-engine. `quiet` is for a whole program of ours, before torch is imported. No logger, category or stream is silenced as
-a whole: what is not in these lists comes through. TRL_FP8_VERBOSE=1 shows everything.
+`without_noise` is around imports and the start of an engine. `quiet` is for a whole program of this package, before
+torch is imported. No logger, category or stream is silenced as a whole. TRL_FP8_VERBOSE=1 shows everything.
 """
 
 import logging
@@ -32,35 +31,29 @@ LOGGED = (
 WARNED = (
     Noise(FutureWarning, r"`torch\.distributed\.reduce_op` is deprecated", "vLLM 0.31 reads every module's names."),
 )
-# tqdm draws no bar of a job that is done within a second, such as "Loading weights" and "Writing model shards" of a
-# small model. Those of large ones are drawn
-SETTINGS = {"TQDM_DELAY": "1"}
-
-
+SETTINGS = {"TQDM_DELAY": "1"}  # tqdm draws no bar of a job of less than a second, as to load a small model
 VERBOSE = "TRL_FP8_VERBOSE"  # environment variable
 
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Inside the block leave out what `LOGGED` and `WARNED` name. After it our filters are gone; those that libraries
-    made for themselves while they were imported stay.
-    """
+    """Hide `LOGGED` and `WARNED` inside the block. Filters that libraries add at their import stay."""
     if _shows_all():
         yield
         return
     before = list(warnings.filters)
     loggers = _filter()
-    ours = [each for each in warnings.filters if each not in before]
+    added = [each for each in warnings.filters if each not in before]
     try:
         yield
     finally:
         for logger in loggers:
             logger.removeFilter(is_news)
-        warnings.filters[:] = [each for each in warnings.filters if each not in ours]
+        warnings.filters[:] = [each for each in warnings.filters if each not in added]
 
 
 def quiet() -> None:
-    """Leave out what `LOGGED` and `WARNED` name, in this process."""
+    """Hide `LOGGED` and `WARNED` in this process."""
     if not _shows_all():
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -68,13 +61,13 @@ def quiet() -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """A logger's filter: False for what `LOGGED` names."""
+    """Return False for a record that `LOGGED` names. A logger's filter."""
     text = record.getMessage()
     return not any(noise.where == record.name and re.match(noise.text, text) for noise in LOGGED)
 
 
 def _filter() -> list[logging.Logger]:
-    """Add the filters; returns the loggers that had none."""
+    """Add the filters. Return the loggers that had none."""
     loggers = [logging.getLogger(noise.where) for noise in LOGGED]
     loggers = [logger for logger in loggers if is_news not in logger.filters]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Functions that use what of vLLM 0.31 is no interface. vllm is imported inside them: planning works without.
+"""Access to private parts of vLLM 0.31, which the functions import themselves: planning works without vLLM.
 
 `llm` is a `vllm.LLM` in this process (the executor `external_launcher`), with vLLM's first model runner.
 """
@@ -16,32 +16,34 @@ from .patches import patch
 
 
 def engine_model(llm) -> nn.Module:
-    """This rank's model inside the engine."""
+    """Return this rank's model inside the engine."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
 def engine_config(llm):
-    """The engine's `VllmConfig`, with vLLM's defaults filled in."""
+    """Return the engine's `VllmConfig`, with vLLM's defaults filled in."""
     return llm.llm_engine.vllm_config
 
 
 def engine_class(architectures: tuple[str, ...]) -> str | None:
-    """Name of the class that would hold a model with these architectures in its config; None if there is none."""
+    """Return the name of vLLM's class for a config with these architectures; None if there is none."""
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
     # vLLM takes the first one (`model_impl` "vllm" and "auto"); entries are lazy, so that no model is imported
-    known = (ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models)
-    if (entry := next(known, None)) is None:
-        return None
-    return entry.class_name if isinstance(entry, _LazyRegisteredModel) else entry.model_cls.__name__
+    for name in architectures:
+        if entry := ModelRegistry.models.get(name):
+            return entry.class_name if isinstance(entry, _LazyRegisteredModel) else entry.model_cls.__name__
+    return None
 
 
 def inspect_engine_class(architectures: tuple[str, ...]) -> None:
-    """Let the class of `engine_class` be looked at in this process. To keep CUDA out of it vLLM starts another one,
-    which imports torch and vLLM again: ten seconds of a first start, in a trainer that has both. `ValueError` if the
-    class needs a package that is not installed, as vision-language models and Qwen3.5 need torchvision.
+    """Import the class of `engine_class` in this process, so that vLLM starts no other one to inspect it.
+
+    vLLM would keep CUDA out of this process. The other one imports torch and vLLM again, ten seconds of a first start.
+    Raises `ValueError` if the class needs a package that is not installed: vision-language models and Qwen3.5 need
+    torchvision.
     """
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
 
@@ -57,7 +59,7 @@ def inspect_engine_class(architectures: tuple[str, ...]) -> None:
 
 
 def scheduled_tokens(llm) -> Iterator[tuple[str, int, int, int]]:
-    """(request, position of its first token, first row, end row) for each request of the forward that is running."""
+    """Yield (request, position of its first token, first row, end row) of each request in the running forward."""
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     batch = runner.input_batch
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
@@ -66,17 +68,18 @@ def scheduled_tokens(llm) -> Iterator[tuple[str, int, int, int]]:
 
 
 def sampler(llm) -> nn.Module:
-    """Return the sampler: (logits, generators, k, p) -> tokens `[R]`, and the log-probs `[R, V]` by which it drew them
-    (`processed_logprobs`); R requests of `scheduled_tokens`.
+    """Return the sampler: (logits, generators, k, p) -> tokens `[R]` and the log-probs `[R, V]` of the draw.
+
+    R are the requests of `scheduled_tokens`; the log-probs are `processed_logprobs`.
     """
     return llm.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler
 
 
 def finish(llm) -> None:
-    """Let an engine in this process take note that its requests have finished.
+    """Run the engine until its scheduler has no requests.
 
-    `generate` returns with the last token. The scheduler forgets finished requests in its next step only, and with
-    asynchronous scheduling a batch is still under way. vLLM does not free a KV cache before.
+    `generate` returns with the last token, but the scheduler removes finished requests only in its next step, and with
+    asynchronous scheduling a batch is still running. vLLM does not free a KV cache before.
     """
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests() or core.batch_queue:
@@ -84,16 +87,14 @@ def finish(llm) -> None:
 
 
 def choose_experts(runner, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate weights `[T, K]` and experts `[T, K]` that a layer's router chooses by its logits `[T, E]`. Nobody who
-    records the engine's choices takes note.
-    """
+    """Return gate weights and experts `[T, K]` that a router chooses by logits `[T, E]`, without recording them."""
     return runner.router._compute_routing(x, logits, runner.routed_experts.quant_method.topk_indices_dtype)
 
 
 def forget_choices() -> None:
-    """Before another engine starts in this process: let it read its settings from the environment, make its own rotary
-    embeddings, and choose its own attention and tiles of experts. vLLM keeps all of these: an engine told otherwise
-    than the first would get what that chose, and not show it.
+    """Clear vLLM's caches of settings, rotary embeddings, attention backends and expert tiles before another engine.
+
+    Without this an engine with other settings would silently get the choices of the first one.
     """
     from vllm.envs import disable_envs_cache
     from vllm.model_executor.layers import rotary_embedding
@@ -107,9 +108,9 @@ def forget_choices() -> None:
 
 
 def make_group_of_experts() -> None:
-    """Before an engine with experts starts in this process: make vLLM's group of ranks for experts, if an engine
-    without experts made the other groups. vLLM makes all groups once in a process, this one for experts alone. A
-    collective, as vLLM's own making of groups is.
+    """Create vLLM's group of ranks for experts before an engine that needs it, if an earlier engine did not.
+
+    vLLM creates its groups once in a process, and this one only for a model with experts. Collective.
     """
     from vllm.distributed import parallel_state
 
@@ -119,8 +120,8 @@ def make_group_of_experts() -> None:
     # vLLM's group for experts has all ranks of an engine, and TRL's engines are tensor parallel alone
     groups = [[*range(first, first + ranks)] for first in range(0, world.world_size, ranks)]
     backend = torch.distributed.get_backend(world.device_group)
-    made = parallel_state.init_model_parallel_group(groups, world.local_rank, backend, group_name="ep")
-    patch(parallel_state, "_EP", made)
+    group = parallel_state.init_model_parallel_group(groups, world.local_rank, backend, group_name="ep")
+    patch(parallel_state, "_EP", group)
 
 
 def require_engine_arguments(names: Iterable[str]) -> None:

@@ -29,8 +29,7 @@ from trl_fp8.quantization.formats import (
     check_scale_format,
 )
 
-from .batches import in_batches
-from .digest import digest, digests
+from .digest import digest, digests, same_kinds
 from .e4m3 import E4M3, casts_in_hardware, saturating_cast_, scale_from_amax
 
 
@@ -119,7 +118,7 @@ def quantize_into(
     Args:
         destinations: All on one device.
         scale_format, amax_floor: As for `quantize_weight`.
-        block: Rows and columns that share a scale; None: a whole weight does, whose `amax` is given.
+        block: Rows and columns that share a scale; None: a whole weight does, and has an `amax`.
 
     Returns:
         int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, as computed and not as stored. On CPU
@@ -132,16 +131,15 @@ def quantize_into(
         if block == (BLOCK, BLOCK) and casts_in_hardware(device):
             return _quantize_by_kernel(destinations, scale_format, amax_floor)
         return torch.cat([_quantize_batch([destination], *options) for destination in destinations])
-    # A stack of weights is quantized with one amax: weights that are given one go alone
+    # A stack of weights is quantized with one amax: a weight with an amax of its own goes alone
     kinds = [
         (one.weight.shape, one.weight.dtype, one.rows_before, one.amax is not None and number)
         for number, one in enumerate(destinations)
     ]
-    return in_batches(
-        kinds,
-        lambda number: _TOGETHER // destinations[number].weight.numel(),
-        lambda batch: _quantize_batch([destinations[number] for number in batch], *options),
-    )
+    sums = torch.empty(len(destinations), 2, dtype=torch.int64)
+    for batch in same_kinds(kinds, [_TOGETHER // one.weight.numel() for one in destinations]):
+        sums[batch] = _quantize_batch([destinations[number] for number in batch], *options)
+    return sums
 
 
 def _quantize_by_kernel(
@@ -162,7 +160,7 @@ def _quantize_by_kernel(
 def _quantize_batch(
     batch: list[Destination], scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
 ) -> torch.Tensor:
-    """Checksums `[G, 2]` of weights of one shape; a single one in parts of about `_TOGETHER` elements."""
+    """Quantize weights of one shape, a large one in parts. Return the checksums `[G, 2]`."""
     first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
     rows_before, scales_before = first.rows_before
     if len(batch) == 1 and first.weight.numel() > _TOGETHER and first.weight.device.type == "cpu":
@@ -185,7 +183,7 @@ def _quantize_batch(
 
 
 def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tuple[tuple, tuple, int]]:
-    """(place in the weight, in its scales, first row) of parts of `[..., N, K]` that hold whole blocks."""
+    """Yield parts of `[..., N, K]` that hold whole blocks: index into the weight, into its scales, first row."""
     height = block[0] if block else 1
     count = max(height, _TOGETHER // shape[-1] // height * height)
     for lead in product(*map(range, shape[:-2])):
@@ -197,9 +195,9 @@ def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tup
 
 
 def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`qdata * scale` per block, in fp32, rounded once to `dtype` (by default the dtype that was quantized).
+    """Return `qdata * scale` of a quantized weight or activation, in fp32 rounded once to `dtype`.
 
-    Exact in BF16 for power-of-two scales. Takes what `quantize_weight` or `quantize_activation` returned.
+    `dtype` is by default the dtype that was quantized. BF16 is exact for power-of-two scales.
     """
     blocks = tuple(size for size in tensor.block_size if size > 1)
     if casts_in_hardware(tensor.qdata.device) and set(blocks) == {BLOCK}:
@@ -212,7 +210,7 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
 
 
 def first_rows(codes: Float8Tensor, count: int) -> Float8Tensor:
-    """The first `count` of the N rows of a quantized weight, or all; a view."""
+    """Return a view of the first `count` of the N rows of a quantized weight, or of all."""
     *lead, rows, columns = codes.block_size
     parts = codes.qdata[..., :count, :], codes.scale[..., : -(-count // rows), :]
     return Float8Tensor(*parts, block_size=[*lead, min(rows, count), columns], dtype=codes.dtype)
@@ -227,7 +225,7 @@ def _quantize(
     amax: torch.Tensor | None = None,
     reciprocal: bool = False,
 ) -> Float8Tensor:
-    """`values` in `blocks`, rows and columns or columns alone, that share a scale; by the kernel where it can."""
+    """Quantize `values` in `blocks`, (rows, columns) or (columns,) that share a scale; by the kernel where it can."""
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
@@ -249,7 +247,7 @@ def _quantize_by_torch(
     amax: torch.Tensor | None = None,
     reciprocal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales; what kernels/block_kernels.py computes on a GPU."""
+    """Return codes and scales, equal to those that kernels/block_kernels.py computes on a GPU."""
     # 1. An FP32 copy, padded to whole blocks and viewed by blocks: `[..., n, N / n, k, K / k]`
     scaled, view, inside = _padded_blocks(values, blocks)
     # 2. The largest magnitude of each block: two reductions, where `view.abs()` would be a second copy. NaN passes
@@ -273,7 +271,7 @@ def _quantize_by_torch(
 def _padded_blocks(
     values: torch.Tensor, blocks: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """An fp32 copy of `values`, zero-padded to whole blocks; its view by blocks; the dims inside a block."""
+    """Return an fp32 copy of `values`, padded to whole blocks, its view by blocks, and the dims inside a block."""
     lead, tail = values.shape[: -len(blocks)], values.shape[-len(blocks) :]
     padded = [-(-size // block) * block for size, block in zip(tail, blocks, strict=True)]
     # Zeros change no amax, so that a ragged block gets the scale of what it holds. Filling costs a pass: only where
@@ -286,7 +284,7 @@ def _padded_blocks(
 
 
 def _expandable(scale: torch.Tensor, block_dims: int) -> torch.Tensor:
-    """`[..., n, k]` -> `[..., n, 1, k, 1]` (or `[..., k, 1]`), to broadcast against a view by blocks."""
+    """Return `[..., n, k]` as `[..., n, 1, k, 1]` (or `[..., k, 1]`), which broadcasts against a view by blocks."""
     return scale[(..., *[slice(None), None] * block_dims)]
 
 

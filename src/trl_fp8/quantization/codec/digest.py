@@ -13,24 +13,22 @@ On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py)
 together. Hosts without a GPU may have no Triton, so that the kernels are imported where they are called.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import lru_cache, partial
 
 import torch
 
 from trl_fp8.quantization.formats import COLUMN_STEP
 
-from .batches import in_batches, places
 
-
-_PART = 2**18  # words that are looked at together: a cast, and what integer sums copy on CPU, stay small
+_PART = 2**18  # words that are summed up together: a cast, and what integer sums copy on CPU, stay small
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: int = 0) -> torch.Tensor:
-    """int64 0-d checksum on `tensor`'s device, of its bytes and their positions (not of its dtype or shape).
+    """Return an int64 0-d checksum, on the device, of a tensor's bytes and their positions, not of its dtype or shape.
 
-    Takes any strides, casts to `dtype` first if one is given, and pads the last word with zeros. `first_row` is the
-    row that the tensor's first one has in a larger tensor of which it is a part.
+    The tensor has any strides, is cast to `dtype` first unless that is None, and is padded with zeros to whole words.
+    `first_row` is the row at which it begins in the larger tensor that it is a part of.
     """
     dtype, total = dtype or tensor.dtype, torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part, row in _parts(tensor.detach(), dtype):
@@ -39,15 +37,15 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: in
 
 
 def digests(stacked: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-    """int64 `[G]`: `digest` of each of `[G, ...]`, of a few MiB in all."""
+    """Return `digest` of each of `[G, ...]`, a few MiB in all, as int64 `[G]`."""
     return _sums(_words(stacked), first_row)
 
 
 class Table:
-    """Tensors of one device that stay where they are, whose checksums are taken again and again."""
+    """Tensors on one device that stay in place while their checksums are computed again and again."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._rest = [tensor.detach() for tensor in tensors]  # what is stacked, and padded, each time
+        self._rest = [tensor.detach() for tensor in tensors]  # those that are stacked, and padded, each time
         self._table = None
         if tensors and tensors[0].is_cuda:
             from trl_fp8.quantization.kernels.checksum_kernels import table_of
@@ -56,11 +54,13 @@ class Table:
             in_table = sum(map(_holds_words, tensors))
             self._table = table_of([self._rest[index] for index in order[:in_table]]) if in_table else None
             self._rest = [self._rest[index] for index in order[in_table:]]
-            self._places = torch.tensor(places(order)).to(tensors[0].device)
+            places = sorted(range(len(order)), key=order.__getitem__)  # the inverse permutation
+            self._places = torch.tensor(places).to(tensors[0].device)
 
     def sums(self) -> torch.Tensor:
-        """int64 `[n]` on the device: `digest` of each tensor as it is now."""
-        rest = _looked_at(self._rest, lambda batch, row: _sums(_words(batch), row))
+        """Return `digest` of each tensor as it is now, int64 `[n]` on the device."""
+        rest = torch.zeros(len(self._rest), dtype=torch.int64, device=self._rest[0].device if self._rest else None)
+        _fill(rest, self._rest, lambda batch, row: _sums(_words(batch), row))
         if self._table is None:
             return rest
         from trl_fp8.quantization.kernels.checksum_kernels import sum_table
@@ -87,49 +87,63 @@ def digests_of_sent(
     found = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device if tensors else None)
     for dtype in dict.fromkeys(dtypes):
         members = [index for index, wanted in enumerate(dtypes) if wanted == dtype]
-        found[members] = _looked_at([tensors[index].detach() for index in members], _sent_as(dtype), dtype)
+        rows = torch.zeros(len(members), 2, dtype=torch.int64, device=found.device)
+        _fill(rows, [tensors[index].detach() for index in members], partial(_sum_sent, dtype), dtype)
+        found[members] = rows
     return found[:, 0], found[:, 1] == 0
 
 
-def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
-    """Checksum of each of `[G, ...]` in `dtype`, and a number that is 0 if all of it is finite: `[G, 2]`."""
-
-    def looked_at(batch: torch.Tensor, row: int) -> torch.Tensor:
-        batch = batch.to(dtype).contiguous()
-        flat = batch.view(len(batch), batch.shape[1:].numel())
-        bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
-        if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch no order of it
-            bad = flat.isnan().sum(1)
-        elif batch.is_floating_point() and flat.shape[1]:
-            # NaN and infinity show in the extremes, whichever element they are. In a norm they would, too, but that
-            # takes 15 times as long on CPU
-            bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
-        return torch.stack([_sums(_words(batch), row), bad], 1)
-
-    return looked_at
+def _sum_sent(dtype: torch.dtype, batch: torch.Tensor, row: int) -> torch.Tensor:
+    """Return `[G, 2]`: for each of `[G, ...]`, cast to `dtype`, its checksum, and 0 if it is finite."""
+    batch = batch.to(dtype).contiguous()
+    flat = batch.view(len(batch), batch.shape[1:].numel())
+    bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
+    if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch no order of it
+        bad = flat.isnan().sum(1)
+    elif batch.is_floating_point() and flat.shape[1]:
+        # NaN and infinity show in the extremes, whichever element they are. In a norm they would, too, but that
+        # takes 15 times as long on CPU
+        bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
+    return torch.stack([_sums(_words(batch), row), bad], 1)
 
 
-def _looked_at(
+def _fill(
+    rows: torch.Tensor,
     tensors: Sequence[torch.Tensor],
-    look: Callable[[torch.Tensor, int], torch.Tensor],
+    compute: Callable[[torch.Tensor, int], torch.Tensor],
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
-    """Return `look` of each tensor, in order. It gets stacks of one shape, or parts of one tensor with their first
-    row, whose results are added up. `dtype` is that of the words, if `look` casts.
+) -> None:
+    """Write `compute` of each tensor into its row of `rows`.
+
+    `compute` gets a stack of tensors of one shape, or a part of a large one with its first row: results of parts are
+    added up. `dtype` is that of the words, if `compute` casts.
     """
     words = [max(tensor.nbytes // 4, 1) for tensor in tensors]
-
-    def looked_at(batch: list[int]) -> torch.Tensor:
+    for batch in same_kinds([(t.dtype, *t.shape) for t in tensors], [_PART // count for count in words]):
         first = tensors[batch[0]]
-        if len(batch) == 1 and words[batch[0]] > _PART:
-            return sum(look(part[None], row) for part, row in _parts(first, dtype or first.dtype))
-        return look(torch.stack([tensors[number] for number in batch]), 0)
+        if words[batch[0]] > _PART:
+            for part, row in _parts(first, dtype or first.dtype):
+                rows[batch[0]] += compute(part[None], row)[0]
+        else:
+            rows[batch] = compute(torch.stack([tensors[number] for number in batch]), 0)
 
-    return in_batches([(t.dtype, *t.shape) for t in tensors], lambda number: _PART // words[number], looked_at)
+
+def same_kinds(kinds: Sequence[Hashable], limits: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the indices of equal `kinds` in batches of at most `limits[index]`, or of one.
+
+    Small tensors of one shape are stacked: on CPU a call of an operation costs more than its work on one of them.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(index)
+    for group in groups.values():
+        count = max(1, limits[group[0]])
+        for start in range(0, len(group), count):
+            yield group[start : start + count]
 
 
 def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
-    """Checksums `[G]` of int32 words `[G, R, C]`."""
+    """Return the checksums `[G]` of int32 words `[G, R, C]`."""
     if words.is_cuda:
         from trl_fp8.quantization.kernels.checksum_kernels import sum_table, table_of
 
@@ -150,8 +164,9 @@ def _column_keys(count: int) -> torch.Tensor:
 
 
 def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, int]]:
-    """`tensor` along its first dim, in parts of about `_PART` words, and each part's first row in the matrix of words;
-    whole where rows are no whole number of words.
+    """Yield parts along the first dim of about `_PART` words, and their first rows in the matrix of words.
+
+    A tensor whose rows are no whole number of words is one part.
     """
     if tensor.dim() < 2 or not tensor.numel() or tensor.shape[-1] * dtype.itemsize % 4:
         yield tensor, 0
@@ -163,7 +178,7 @@ def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Ten
 
 
 def _words(tensors: torch.Tensor) -> torch.Tensor:
-    """The bytes of `[G, ...]` as int32 `[G, R, C]`; `C` spans the last dim if that is a whole number of words."""
+    """Return the bytes of `[G, ...]` as int32 `[G, R, C]`; `C` spans the last dim if that has whole words."""
     flat = tensors.contiguous().view(len(tensors), tensors.shape[1:].numel()).view(torch.uint8)
     row_bytes = tensors.shape[1:][-1:].numel() * tensors.element_size()  # of one element in 0-d
     if flat.shape[1] % 4:

@@ -32,7 +32,7 @@ def saturating_cast_(values: torch.Tensor) -> torch.Tensor:
 
 
 def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: bool = True) -> torch.Tensor:
-    """The numbers that `codes` (or their bytes) stand for, times `scale`, in FP32; without `nan`, NaN reads as +-480.
+    """Return the numbers that `codes` (or their bytes) stand for, times `scale`, in FP32; without `nan`, NaN is +-480.
 
     Six times as fast on CPU as torch's cast, which is not vectorized.
     """
@@ -46,7 +46,7 @@ def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: boo
 
 
 def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
-    """Smallest power of two that is not below each element of `values` (fp32, positive; NaN and inf pass through)."""
+    """Return the smallest power of two not below each of `values` (fp32, positive; NaN and inf pass through)."""
     # By exponent bits: `exp2(ceil(log2(x)))` would depend on how log2 rounds next to a power of two
     mantissa, exponent = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
     # The next power of two is 2**exponent, but a power of two, whose mantissa is 0.5, is its own
@@ -55,7 +55,7 @@ def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
 
 
 def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax_floor: float = 1e-12) -> torch.Tensor:
-    """The multiplier that dequantizes (vLLM's `scale_inv`) for blocks whose largest magnitude is `amax`, in fp32.
+    """Return the fp32 multiplier that dequantizes (vLLM's `scale_inv`) blocks whose largest magnitude is `amax`.
 
     `"fp32"` gives amax / 448, `"pow2"` the next power of two; what is not finite stays so. `amax_floor`, the smallest
     amax, gives an all-zero block a scale that divides without NaN.
@@ -66,13 +66,13 @@ def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax
 
 
 def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """The e4m3 codes under which an FP8 KV cache with one `scale` stores q, k or v, saturating at 448 * scale."""
+    """Return the e4m3 codes under which an FP8 KV cache with one `scale` stores q, k or v, saturating at 448 scale."""
     # The engine computes k and v in BF16; in FP32 the same byte takes both roundings
     return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A rounding has a gradient of zero almost everywhere; this one passes the gradient on unchanged."""
+    """A rounding that passes the gradient on unchanged, where its own would be zero almost everywhere."""
 
     @staticmethod
     def forward(ctx, values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -84,8 +84,10 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """`states` as attention reads them from an FP8 KV cache: same shape and dtype; the gradient passes unchanged, of
-    saturated elements too (arXiv 2601.14243), which `fp8/kv_saturation_fraction` counts.
+    """Return `states` as attention reads them from an FP8 KV cache, in their shape and dtype.
+
+    The gradient passes unchanged, of saturated elements too (arXiv 2601.14243): `fp8/kv_saturation_fraction` counts
+    them.
     """
     if casts_in_hardware(states.device):
         from trl_fp8.quantization.kernels.cache_kernels import round_trip  # hosts without a GPU may have no Triton

@@ -44,7 +44,7 @@ def results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _delivered(sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    """FP32 values, which BF16 rounds up and down, quantized into parts of larger tensors, and copied."""
+    """Quantize FP32 values, which BF16 rounds up and down, into parts of larger tensors, and copy some."""
     between = sample.float() * (1 + 7 / 2048)  # the product is exact; CUDA does not divide by a number exactly
     whole = torch.zeros(400, 340, dtype=torch.uint8, device=sample.device).view(E4M3)
     whole_scale = torch.zeros(5, 4, dtype=torch.float32, device=sample.device)

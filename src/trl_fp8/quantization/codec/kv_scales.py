@@ -20,7 +20,7 @@ from .e4m3 import ceil_pow2
 
 
 QKV = ("q", "k", "v")
-KV_SCALES = "KV cache scales"  # what a sync that brings them calls them
+KV_SCALES = "KV cache scales"  # their name in a sync
 
 # Root mean square of e4m3's relative rounding error: a step of 1/8 of the binade, uniform error, log-uniform mantissa
 E4M3_RELATIVE_ERROR = (1 / 8) / 12**0.5 * (3 / 8 / log(2)) ** 0.5
@@ -41,7 +41,7 @@ class KVScales:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that have scales. Rows of others, which cache no k and v, are 0."""
+        """Return the numbers of the layers that have scales. Rows of others, which cache no k and v, are 0."""
         return tuple(self.values[:, 0].nonzero().flatten().tolist())
 
     def scale(self, layer: int, which: str) -> float:
@@ -85,7 +85,7 @@ def add_magnitudes(
 def kv_scales_from_amax(
     amax_L3: torch.Tensor, margin: float = 1.05, layers: Collection[int] | None = None
 ) -> KVScales:
-    """Scales that hold `margin * amax` without saturating: amax / 448 as in vLLM's checkpoints, rounded up.
+    """Return scales that hold `margin * amax` without saturating: amax / 448 as in vLLM's checkpoints, rounded up.
 
     Args:
         amax_L3: Largest magnitudes `[L, 3]` of q, k, v (after normalization and RoPE) over all ranks, on any device.
@@ -111,7 +111,7 @@ def kv_scales_from_amax(
 
 
 def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Expected error of a layer's attention logits when k is rounded to e4m3, root mean square, of its worst head.
+    """Return the root mean square error of attention logits expected from rounding k to e4m3, for the worst head.
 
     `q_squares_HD` and `k_squares_GD` are mean squares per head and channel, over tokens; H is a multiple of G.
     """
@@ -122,5 +122,5 @@ def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling:
 
 
 def outlier_layers(logit_error_L: torch.Tensor) -> dict[int, float]:
-    """Layers whose k has outliers that e4m3 cannot serve -> their `logit_error`, beyond `LOGIT_ERROR_LIMIT`."""
+    """Map the layers whose k has outliers that e4m3 cannot serve to their `logit_error`, above the limit."""
     return {layer: error for layer, error in enumerate(logit_error_L.tolist()) if error > LOGIT_ERROR_LIMIT}

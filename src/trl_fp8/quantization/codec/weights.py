@@ -16,9 +16,9 @@ from .e4m3 import scale_from_amax
 
 
 def quantize_fused(weights: Sequence[torch.Tensor], spec: FormatSpec, scale_format: ScaleFormat) -> list[Float8Tensor]:
-    """Q(W) of each of `weights` `[..., N, K]`, which vLLM fuses if they are several. Waits for no device.
+    """Quantize `weights` `[..., N, K]`, which vLLM fuses if they are several. Waits for no device.
 
-    A weight that is not finite gets scales that are not: the caller has to look.
+    A weight that is not finite gets scales that are not, which the caller has to check.
     """
     amax = common_amax(weights, spec)
     options = {"amax": amax, "amax_floor": spec.weight_amax_floor, "check_finite": False}
@@ -27,7 +27,7 @@ def quantize_fused(weights: Sequence[torch.Tensor], spec: FormatSpec, scale_form
 
 
 def common_amax(weights: Sequence[torch.Tensor], spec: FormatSpec) -> torch.Tensor | None:
-    """The amax that the one scale of all `weights` is made from, on their device; None if blocks have their own."""
+    """Return the amax, on the device, of the one scale that `weights` share; None if blocks have their own."""
     if not spec.fused_share_scale:
         return None
     largest = torch.stack([torch.stack(torch.aminmax(weight.detach())).abs().amax() for weight in weights]).amax()
@@ -37,19 +37,21 @@ def common_amax(weights: Sequence[torch.Tensor], spec: FormatSpec) -> torch.Tens
 
 
 def quantize_as_engine(x: torch.Tensor, spec: FormatSpec, scaling: ActivationScaling) -> Float8Tensor:
-    """Q(x) of activations `[..., K]`, as an engine of this format and scaling makes it."""
-    group, (scale_format, amax_floor, _, reciprocal) = spec.activation_group or x.shape[-1], scaling
-    return quantize_activation(x, scale_format, group=group, amax_floor=amax_floor, reciprocal=reciprocal)
+    """Quantize activations `[..., K]` as an engine of this format and scaling does."""
+    group = spec.activation_group or x.shape[-1]
+    options = {"amax_floor": scaling.amax_floor, "reciprocal": scaling.reciprocal}
+    return quantize_activation(x, scaling.scale_format, group=group, **options)
 
 
 def as_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """Scales `[..., n, k]`, a view; the one of a whole weight as `[1, 1]`."""
+    """Return a view of scales as `[..., n, k]`; the one scale of a whole weight is `[1, 1]`."""
     return scale if scale.dim() > 1 else scale.view(1, 1)
 
 
 def joined_halves(tensor: torch.Tensor) -> torch.Tensor:
-    """`[E, N, K]` of `[E, 2, N / 2, K]`, in which layouts address gate and up projection of all experts; others as
-    they are. A view, unless a tensor parallel rank holds a part of each half.
+    """Return `[E, N, K]` of `[E, 2, N / 2, K]`, in which layouts address gate and up of all experts; others unchanged.
+
+    It is a view, unless a tensor parallel rank holds a part of each half.
     """
     return tensor.flatten(1, 2) if tensor.dim() == 4 else tensor
 
@@ -62,15 +64,15 @@ def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> F
 
 
 def stored_scale(codes: Float8Tensor, spec: FormatSpec) -> torch.Tensor:
-    """The scales of Q(W) in the shape that checkpoints have them in."""
+    """Return the scales of a quantized weight in the shape that checkpoints have them in."""
     return codes.scale if spec.weight_block else codes.scale.view(1)
 
 
 def dead_scale(spec: FormatSpec, scale_format: ScaleFormat) -> float:
-    """The scale of a block that is as good as zero, and the largest of any such block.
+    """Return the scale at the floor of amax, the largest of any block that is as good as zero.
 
-    It is the scale at the floor of amax, where elements a thousand times smaller become zero: there is no NaN, but no
-    life before weights grow either.
+    Elements a thousand times smaller become zero there: such a block computes no NaN, and nothing else until its
+    weights grow.
     """
     floor = torch.tensor(spec.weight_amax_floor, device="cpu")  # so that no device is waited for
     return scale_from_amax(floor, scale_format).item()

@@ -94,7 +94,7 @@ def block_warps(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
-    """What `quantize_blocks` returned (any strides) as values, contiguous: in fp32, rounded once to `dtype`."""
+    """Return the values of what `quantize_blocks` returned (any strides), in fp32 rounded once to `dtype`."""
     matrices, scales = (each.reshape(_matrices(each.shape, square)) for each in (codes, scale))
     count, rows, columns = matrices.shape
     values = torch.empty(matrices.shape, dtype=dtype, device=codes.device)
@@ -107,14 +107,14 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dt
 
 
 def _matrices(shape: torch.Size | tuple[int, ...], square: bool) -> tuple[int, int, int]:
-    """(matrices, rows, columns): leading dims are further matrices, or without `square` further rows."""
+    """Return (matrices, rows, columns): leading dims are further matrices, or without `square` further rows."""
     return (math.prod(shape[:-2]), *shape[-2:]) if square else (1, math.prod(shape[:-1]), shape[-1])
 
 
 def _destination(
     name: str, tensor: torch.Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, square: bool
 ) -> torch.Tensor:
-    """A tensor to write to as `_matrices`, a view: a copy of it would be written to in vain."""
+    """Return a view of `tensor` as `_matrices`. A copy would be written to in vain, so it raises instead."""
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
             f"{name} are to be written into {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {tuple(shape)}."
@@ -130,7 +130,7 @@ def _destination(
 
 @triton.jit
 def tile(rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Row numbers `[HEIGHT]` and column numbers `[WIDTH]` in int64, and which pairs of them are inside the matrix."""
+    """Return int64 row numbers `[HEIGHT]`, column numbers `[WIDTH]`, and which pairs of them are inside the matrix."""
     row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     return row, column, (row < rows)[:, None] & (column < columns)[None, :]

@@ -26,7 +26,7 @@ def add_magnitudes(
     limit: torch.Tensor | None,
     beyond: torch.Tensor | None,
 ) -> None:
-    """As `codec.kv_scales.add_magnitudes`."""
+    """Compute `codec.kv_scales.add_magnitudes` in one launch."""
     real_BT = real_BT.expand(states.shape[0], states.shape[2]).view(torch.uint8)
     if states.numel():
         grid, tile = _tiles(states)
@@ -37,7 +37,7 @@ def add_magnitudes(
 
 
 def round_trip(states: torch.Tensor, scale: torch.Tensor | float, codes: tl.dtype = tl.float8e4nv) -> torch.Tensor:
-    """What `codec.e4m3.cache_round_trip` returns for `states`, any strides, in a layout like theirs.
+    """Compute `codec.e4m3.cache_round_trip` of `states`, any strides, in a layout like theirs.
 
     `scale` is a number or a tensor of one; `codes` is the type that elements divided by it are rounded to.
     """
@@ -55,7 +55,7 @@ def round_trip(states: torch.Tensor, scale: torch.Tensor | float, codes: tl.dtyp
 
 
 def _tiles(states: torch.Tensor) -> tuple[tuple[int], tuple[int, int]]:
-    """The grid for `[B, H, T, D]`, one dim, which may be long; tokens and channels of a program."""
+    """Return the grid for `[B, H, T, D]`, one dim, which may be long, and tokens and channels of a program."""
     batch, heads, tokens, channels = states.shape
     width = triton.next_power_of_2(channels)
     height = max(1, ELEMENTS // width)
@@ -64,7 +64,7 @@ def _tiles(states: torch.Tensor) -> tuple[tuple[int], tuple[int, int]]:
 
 @triton.jit
 def _place_of_tile(heads, tokens, channels, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """A program's sequence and head; int64 token numbers `[HEIGHT]` and channels `[WIDTH]`; which of them exist."""
+    """Return a program's sequence and head, int64 tokens `[HEIGHT]`, channels `[WIDTH]`, and which of both exist."""
     tiles = tl.cdiv(tokens, HEIGHT)
     rest = tl.program_id(0) // heads
     token = (rest % tiles).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)

@@ -25,7 +25,7 @@ _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 @dataclass(frozen=True)
 class Pointers:
-    """Where tensors are, on their device. It holds them alive: no other tensor can come to lie where they were."""
+    """Device addresses of tensors. It keeps references to them, so that their memory is not reused."""
 
     tensors: tuple[torch.Tensor, ...]
     entries: torch.Tensor  # int64 [n, FIELDS], see `_entry`
@@ -33,7 +33,7 @@ class Pointers:
 
 
 def table_of(tensors: Sequence[torch.Tensor], *, first_row: int = 0) -> Pointers:
-    """The table of at least one tensor, all on one device, of any dtype and any dims.
+    """Return the table of at least one tensor, all on one device, of any dtype and any dims.
 
     Rows of dtypes of less than 4 bytes need to be whole words without gaps. Leading dims may step through memory in
     two strides, as do the rows of a slice of experts. `first_row` is the number of rows that come before each tensor
@@ -46,14 +46,14 @@ def table_of(tensors: Sequence[torch.Tensor], *, first_row: int = 0) -> Pointers
 
 
 def sum_table(table: Pointers) -> torch.Tensor:
-    """int64 `[n]`: the checksum of each tensor as its bytes are now, in one launch that the host does not wait for."""
+    """Return int64 `[n]`, the checksum of each tensor's bytes as they are now. One launch; the host does not wait."""
     sums = torch.zeros(len(table.tensors), dtype=torch.int64, device=table.entries.device)
     _launch(table, sums, None, tl.int32, tl.int32)
     return sums
 
 
 def sum_sent(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checksums of what unquantized `tensors` are when cast to `dtypes`, in registers, and which are not finite.
+    """Cast unquantized `tensors` to `dtypes` in registers. Return their checksums, and which are not finite.
 
     Args:
         tensors: At least one, all on one device, in BF16, FP16 or FP32. Strides as for `table_of`, but any last dim.
@@ -83,7 +83,7 @@ def sum_sent(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> 
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of `tensor` as int32 words."""
+    """Return a view of `tensor` as int32 words."""
     tensor = tensor.detach()
     if tensor.element_size() == 4:
         return tensor.view(torch.int32)
@@ -114,7 +114,7 @@ def _table(
 
 
 def _entry(tensor: torch.Tensor) -> tuple[list[int], int]:
-    """The first fields of an entry, in elements, and the number of programs that it needs."""
+    """Return the first fields of an entry, in elements, and the number of programs that it needs."""
     *lead, (columns, column_stride) = zip(tensor.shape, tensor.stride(), strict=True) if tensor.dim() else [(1, 1)]
     merged: list[tuple[int, int]] = []
     for size, stride in lead:

@@ -4,21 +4,21 @@ import pytest
 
 import trl_fp8
 from trl_fp8.commands.cli import main
-from trl_fp8.upstream import versions
+from trl_fp8.upstream import private_names
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """What else is installed than there is."""
-    found, versions_of = {}, versions.version
-    monkeypatch.setattr(versions, "version", lambda name: found.get(name) or versions_of(name))
-    versions.require_versions.cache_clear()
+    found, versions_of = {}, private_names.version
+    monkeypatch.setattr(private_names, "version", lambda name: found.get(name) or versions_of(name))
+    private_names.require_versions.cache_clear()
     yield found
-    versions.require_versions.cache_clear()
+    private_names.require_versions.cache_clear()
 
 
 def test_what_is_installed_here_is_supported(installed):
-    versions.require_versions()
+    private_names.require_versions()
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,8 @@ def test_another_version_is_refused_with_the_command_that_mends_it(installed, fo
 
 def test_without_metadata_nothing_is_checked(installed, monkeypatch):
     def nowhere(name):
-        raise versions.PackageNotFoundError(name)
+        raise private_names.PackageNotFoundError(name)
 
-    monkeypatch.setattr(versions, "requires", nowhere)
+    monkeypatch.setattr(private_names, "requires", nowhere)
     installed["trl"] = "0.1"
-    versions.require_versions()
+    private_names.require_versions()
