@@ -136,7 +136,8 @@ class EngineFlags(FlagGroup):
             check_generation_kwargs(self.generation_kwargs or {}, self.temperature)
 
     def _check_rollouts(self) -> None:
-        flags, off = self.fp8_flags(), self.fp8_flags(off=True)
+        flags = self.fp8_flags()
+        off = self.fp8_flags(off=True)
         if not self.use_vllm:
             raise ValueError(
                 f"use_vllm=False with {flags}: FP8 rollouts run in vLLM. Set use_vllm=True, or switch FP8 off: {off}."
@@ -165,9 +166,10 @@ class EngineFlags(FlagGroup):
 
     def _check_engine_kwargs(self) -> None:
         names = ("use_transformers_continuous_batching", "transformers_continuous_batching_config")
-        if others := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
+        ignored = [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]
+        if ignored:
             raise ValueError(
-                f"{', '.join(others)} with use_vllm={self.use_vllm}: rollouts come from vLLM, which has continuous "
+                f"{', '.join(ignored)} with use_vllm={self.use_vllm}: rollouts come from vLLM, which has continuous "
                 "batching of its own, and transformers' would be ignored. Remove it, or take rollouts from "
                 "transformers (fp8_weights=False, kv_cache_dtype='auto', use_vllm=False)."
             )
@@ -177,39 +179,45 @@ class EngineFlags(FlagGroup):
                 "the model, which is the one that is known. Set vllm_model_impl='vllm'; where vLLM has no class it "
                 "takes transformers' all the same."
             )
-        given = self.vllm_engine_kwargs or {}
-        if reserved := sorted(RESERVED_ENGINE_KWARGS & given.keys()):
+        engine_kwargs = self.vllm_engine_kwargs or {}
+        reserved = sorted(RESERVED_ENGINE_KWARGS & engine_kwargs.keys())
+        if reserved:
             raise ValueError(
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
                 "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
             )
-        additional = given.get("additional_config", {})
+        additional = engine_kwargs.get("additional_config", {})
         if not isinstance(additional, dict) or "trl_fp8" in additional:
             raise ValueError(
                 f"vllm_engine_kwargs sets additional_config={additional!r}: the trainer writes under 'trl_fp8' in it "
                 "what vLLM has to know of adapters and kernels before it reuses compiled code. Pass a dictionary "
                 "without 'trl_fp8'; it is merged with the trainer's."
             )
-        for name in REFUSED_ENGINE_KWARGS.keys() & given.keys():
-            if given[name]:
-                raise ValueError(f"vllm_engine_kwargs sets {name}={given[name]!r}: {REFUSED_ENGINE_KWARGS[name]}.")
+        for name in REFUSED_ENGINE_KWARGS.keys() & engine_kwargs.keys():
+            if engine_kwargs[name]:
+                raise ValueError(
+                    f"vllm_engine_kwargs sets {name}={engine_kwargs[name]!r}: {REFUSED_ENGINE_KWARGS[name]}."
+                )
 
 
-def check_generation_kwargs(given: Mapping[str, Any], temperature: float) -> None:
+def check_generation_kwargs(generation_kwargs: Mapping[str, Any], temperature: float) -> None:
     """Raise `ValueError` for what vLLM's `SamplingParams` does not have, or the trainer sets.
 
     The trainer divides its log-probs by the config's `temperature`.
     """
-    if taken := [name for name in given if name in _THE_TRAINERS]:
+    taken = [name for name in generation_kwargs if name in _THE_TRAINERS]
+    if taken:
         reasons = "; ".join(f"{name}: {_THE_TRAINERS[name]}" for name in taken)
         raise ValueError(f"generation_kwargs sets {taken}, which the trainer sets itself ({reasons}). Remove them.")
-    if given.get("temperature", temperature) != temperature:
+    own_temperature = generation_kwargs.get("temperature", temperature)
+    if own_temperature != temperature:
         raise ValueError(
-            f"generation_kwargs sets temperature={given['temperature']}, and the config temperature={temperature}: "
+            f"generation_kwargs sets temperature={own_temperature}, and the config temperature={temperature}: "
             "rollouts and the trainer's log-probs would be of two distributions. Set "
-            f"temperature={given['temperature']} in the config instead."
+            f"temperature={own_temperature} in the config instead."
         )
-    if unknown := [name for name in given if name not in VLLM_NAMES]:
+    unknown = [name for name in generation_kwargs if name not in VLLM_NAMES]
+    if unknown:
         use = [f"{_INSTEAD[name]} for {name}" for name in unknown if name in _INSTEAD]
         raise ValueError(
             f"generation_kwargs sets {unknown}, but rollouts come from vLLM, whose SamplingParams has no such names "
@@ -218,9 +226,9 @@ def check_generation_kwargs(given: Mapping[str, Any], temperature: float) -> Non
         )
 
 
-def fsdp1_message(given: str, remedy: str) -> str:
-    """Why FSDP1 is refused, for the flag or launcher setting `given` and its `remedy`."""
+def fsdp1_message(setting: str, remedy: str) -> str:
+    """Return why FSDP1 is refused, for a flag or a setting of the launcher and its `remedy`."""
     return (
-        f"{given} selects FSDP1, under which TRL 1.16 leaves embeddings, final norm and output head out of the weight "
-        f"sync, so the engine would sample from a wrong policy. Use FSDP2: {remedy}."
+        f"{setting} selects FSDP1, under which TRL 1.16 leaves embeddings, final norm and output head out of the "
+        f"weight sync, so the engine would sample from a wrong policy. Use FSDP2: {remedy}."
     )

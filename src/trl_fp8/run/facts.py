@@ -18,8 +18,10 @@ PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-
 
 
 def run_facts(trainer: Any) -> dict:
-    """Everything that is known of an `FP8Rollouts` before the first step. None for what the run does without."""
-    args, recipe, plan = trainer.args, trainer.recipe, trainer.plan
+    """Return what is known of an `FP8Rollouts` before the first step. None for what the run does without."""
+    args = trainer.args
+    recipe = trainer.recipe
+    plan = trainer.plan
     weights = recipe if recipe and recipe.fp8_weights else None
     return {
         "method": trainer.trl_class()._name,
@@ -68,7 +70,7 @@ def trainer_precision(trainer: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of those of `PACKAGES` that are installed."""
+    """Return the versions of those of `PACKAGES` that are installed."""
     found = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -77,27 +79,29 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> str:
-    """Name of the GPU, or of the CPU with what matters for speed."""
+    """Return the name of the GPU, or of the CPU with what matters for speed."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    cpu, isa = platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()
+    cpu = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
-    return f"{cpu}, {os.cpu_count()} cores, {isa}, {torch.get_num_threads()} threads"
+    return (
+        f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    )
 
 
 def _own_flags(args: Any) -> dict:
-    """The flags that TRL does not have, and those whose default is another one here."""
-    trls = next(base for base in type(args).__mro__ if base.__module__.startswith("trl."))
-    inherited = {item.name for item in fields(trls)}
+    """Return the flags that TRL does not have, and those whose default is another one here."""
+    trl_config = next(base for base in type(args).__mro__ if base.__module__.startswith("trl."))
+    inherited = {item.name for item in fields(trl_config)}
     resolved = {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")}
     names = [item.name for item in fields(args) if item.name not in inherited - resolved]
     return {name: getattr(args, name) for name in names}
 
 
 def _changed_flags(args: Any) -> dict:
-    """Flags that differ from what their defaults came to in this config. No token is among them."""
+    """Return the flags that differ from what their defaults came to in this config. No token is among them."""
     unset = object()
     flags = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}
     return {name: value for name, value in flags.items() if value != args.resolved_defaults.get(name, unset)}

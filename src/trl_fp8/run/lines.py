@@ -49,8 +49,9 @@ class Warnings(logging.Handler):
         super().__init__(logging.WARNING)
 
     def begin(self) -> None:
-        if not (ours := logging.getLogger("trl_fp8")).hasHandlers():
-            ours.addHandler(self)
+        logger = logging.getLogger("trl_fp8")
+        if not logger.hasHandlers():
+            logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage().removeprefix("[RANK 0] ")  # accelerate writes it, also where there is one process

@@ -33,14 +33,17 @@ class FP8ProgressCallback(ProgressCallback):
 
     def __init__(self):
         super().__init__()
-        self._warnings, self._first_step = Warnings(), ExitStack()
-        self._due_step, self._due_time = 0, 0.0
+        self._warnings = Warnings()
+        self._first_step = ExitStack()
+        self._due_step = 0
+        self._due_time = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.current_step = state.global_step  # of the checkpoint that the run is resumed from
         if not state.is_world_process_zero:
             return
-        self._due_step, self._due_time = self.current_step, 0.0
+        self._due_step = self.current_step
+        self._due_time = 0.0
         self.training_bar = tqdm(
             total=state.max_steps,
             initial=self.current_step,
@@ -60,15 +63,19 @@ class FP8ProgressCallback(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if self.training_bar is None:  # of another rank, or an evaluation before training
             return
-        step, last = state.global_step, state.max_steps
-        if evaluated := latest(logs, "eval_"):
+        step = state.global_step
+        last = state.max_steps
+        evaluated = latest(logs, "eval_")
+        if evaluated:
             say(f"step {step}/{last}  evaluation: {evaluated}")
-        if not (text := latest(logs)):
+        text = latest(logs)
+        if not text:
             return
         self.training_bar.set_postfix_str(text)
         is_due = step >= min(self._due_step, last) or time.monotonic() >= self._due_time
         if self.training_bar.disable and is_due:
-            self._due_step, self._due_time = step + max(1, last // LINES), time.monotonic() + SECONDS
+            self._due_step = step + max(1, last // LINES)
+            self._due_time = time.monotonic() + SECONDS
             say(f"step {step}/{last}  {text}")
 
     def on_prediction_step(self, args, state, control, **kwargs) -> None:

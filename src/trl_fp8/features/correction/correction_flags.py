@@ -66,14 +66,14 @@ class CorrectionFlags(FlagGroup):
         if self.rollout_correction is not None:
             self._require_one_choice()
         # TRL has to be told a mode also where its ratio is replaced; with VESPO it takes those of tokens only
-        ours = self.any_fp8 or self.rollout_correction is not None
+        replaced = self.any_fp8 or self.rollout_correction is not None
         if self.vllm_importance_sampling_mode is None:
             self.vllm_importance_sampling_mode = (
-                "token_truncate" if ours else self.trls_default("vllm_importance_sampling_mode")
+                "token_truncate" if replaced else self.trls_default("vllm_importance_sampling_mode")
             )
         clip_max = self.vllm_importance_sampling_clip_max
         if clip_max == "auto":
-            clip_max = 2.0 if ours else self.trls_default("vllm_importance_sampling_clip_max")
+            clip_max = 2.0 if replaced else self.trls_default("vllm_importance_sampling_clip_max")
         elif isinstance(clip_max, str):  # as a command line or YAML gives it: a number, or none in any spelling
             try:
                 clip_max = None if clip_max.strip().lower() in ("none", "null") else float(clip_max)
@@ -85,23 +85,22 @@ class CorrectionFlags(FlagGroup):
         self.vllm_importance_sampling_clip_max = clip_max
 
     def _require_one_choice(self) -> None:
-        """`rollout_correction` has level and bounds of its own: those of TRL's modes would be ignored beside it."""
+        """Refuse TRL's modes and bounds beside a `rollout_correction`, which has its own: they would be ignored."""
         unset = {"mode": None, "clip_max": "auto", "clip_min": None, "cap": None}
         if (self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0):
             del unset["mode"], unset["clip_max"]  # what `resolve` sets: this config is made of another's fields
         values = {f"vllm_importance_sampling_{name}": value for name, value in unset.items()}
-        if given := [
-            f"{name}={getattr(self, name)!r}" for name, none in values.items() if getattr(self, name) != none
-        ]:
+        also_set = [f"{name}={getattr(self, name)!r}" for name, none in values.items() if getattr(self, name) != none]
+        if also_set:
             raise ValueError(
-                f"rollout_correction={self.rollout_correction!r} and {', '.join(given)} both choose the correction. "
-                "Remove one of them; a rollout_correction with other bounds has them among its fields: "
+                f"rollout_correction={self.rollout_correction!r} and {', '.join(also_set)} both choose the "
+                "correction. Remove one of them; a rollout_correction with other bounds has them among its fields: "
                 '{"bound_min": ..., "bound_max": ...}.'
             )
 
     @property
     def correction(self) -> RolloutCorrection | None:
-        """The correction in force; None where TRL does without one, or does it alone (nothing FP8, no preset)."""
+        """Return the correction in force; None if TRL does without one, or does it alone (nothing FP8, no preset)."""
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return None
         if self.rollout_correction is not None:
@@ -122,7 +121,7 @@ class CorrectionFlags(FlagGroup):
             self._check_correction()
 
     def _check_sampling(self) -> None:
-        """Correction compares log-probs: what changes those of the rollout must change those of the trainer."""
+        """Refuse sampling that changes the rollout's log-probs and not the trainer's, which a correction compares."""
         if not self.vllm_importance_sampling_correction:
             return
         fields = {name: getattr(self, name) for name in NEUTRAL_SAMPLING if hasattr(self, name)}
@@ -154,17 +153,19 @@ class CorrectionFlags(FlagGroup):
             )
 
     def _check_correction(self) -> None:
-        given = f"rollout_correction={self.rollout_correction!r}"
+        described = f"rollout_correction={self.rollout_correction!r}"
         if self.rollout_correction is not None and not (self.use_vllm and self.vllm_importance_sampling_correction):
             raise ValueError(
-                f"{given} with use_vllm={self.use_vllm}, vllm_importance_sampling_correction="
+                f"{described} with use_vllm={self.use_vllm}, vllm_importance_sampling_correction="
                 f"{self.vllm_importance_sampling_correction}: there is nothing to correct. Set both to True, or "
                 "remove rollout_correction (its preset 'monitor' only measures)."
             )
         try:
             correction = self.correction
         except ValueError as error:
-            flag = given if self.rollout_correction is not None else "vllm_importance_sampling_mode and clip bounds"
+            flag = (
+                described if self.rollout_correction is not None else "vllm_importance_sampling_mode and clip bounds"
+            )
             raise ValueError(f"{flag}: {error}") from None
         if correction is not None and self.loss_type == "vespo" and not correction.fits_vespo:
             raise ValueError(

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 
 MAX_K3_KL = 0.01  # between 0.006, where no loss was found, and 0.03, where one was (docs/evidence.md)
-MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: runs below it lost most, those above nothing that was told
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: runs below it lost most, those above nothing that was measured
 MIN_SEQUENCE_EFFECTIVE_SAMPLE_SIZE = 0.3  # verl's rollout-correction docs
 MAX_MASKED_SEQUENCES = 0.2
 
 
 def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_only: bool = False) -> dict[str, str]:
-    """Warnings about any of the mismatch and correction metrics, by name. NaN (nothing measured) is not a warning.
+    """Return warnings about mismatch and correction metrics, by name. NaN (nothing measured) is not a warning.
 
     `level` and `monitor_only` are fields of the `RolloutCorrection`. The record itself is not taken, because a report
     of a run is made without torch.

@@ -91,23 +91,23 @@ class RolloutCorrection:
 
     @classmethod
     def from_trl_mode(cls, mode: str, clip_min: float | None, clip_max: float | None) -> RolloutCorrection:
-        """The correction that TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` select."""
+        """Return the correction that TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` select."""
         level, _, bound = mode.partition("_")
         return cls(level=level, bound=bound, bound_min=clip_min, bound_max=clip_max)
 
     @property
     def fits_vespo(self) -> bool:
-        """VESPO reads sum_t log(weight_t) as the log of the sequence's ratio."""
+        """Whether VESPO can use the weights: it reads sum_t log(weight_t) as the log of the sequence's ratio."""
         return self.level != "sequence"  # which counts that ratio T times; "geometric" gives it again
 
     @property
     def needs_all_reduce(self) -> bool:
-        """Weights or mask depend on other ranks' tokens."""
+        """Whether weights or mask depend on other ranks' tokens."""
         return self.batch_normalize or self.measures_centre
 
     @property
     def measures_centre(self) -> bool:
-        """A rejection band follows the KL measured in the run."""
+        """Whether a rejection band follows the KL measured in the run."""
         return any(rule.centre == "measured" for rule in self.reject)
 
 
@@ -135,7 +135,8 @@ def correct(
     raw, is_unit = _raw_ratio(ratio, correction.level)
     low = -math.inf if correction.bound_min is None else correction.bound_min
     high = math.inf if correction.bound_max is None else correction.bound_max
-    too_high, too_low = raw > high, raw < low
+    too_high = raw > high
+    too_low = raw < low
     bounded = raw.masked_fill(too_high | too_low, 0.0) if correction.bound == "mask" else raw.clamp(low, high)
     mean_weight, log_centre = _batch_statistics(bounded, is_unit, ratio, correction, all_reduce)
     bounded = torch.where(is_unit, bounded / mean_weight.to(bounded.dtype), 1.0)
@@ -170,7 +171,7 @@ def correct(
 
 
 def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
-    """Ratio of each unit, and which units rest on at least one scored token."""
+    """Return the ratio of each unit, and which units rest on at least one scored token."""
     if level is None:
         return torch.ones_like(ratio.values_BT), ratio.scored_BT
     if level == "token":
@@ -206,7 +207,7 @@ def _batch_statistics(
 
 
 def _bypass_logps(ratio: LogRatio) -> Tensor:
-    """Rollout log-probs as the old ones: the trainer's where missing, and never more than 20 below the trainer's."""
+    """Return rollout log-probs as the old ones: the trainer's if missing, at most 20 below the trainer's."""
     old_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
     too_low = ratio.clamped_BT & (ratio.values_BT > 0)
     return torch.where(too_low, ratio.trainer_BT - LOG_RATIO_BOUND, old_BT)

@@ -48,14 +48,15 @@ OF_ALL_RANKS = ("correction/batch_norm_factor", "correction/log_centre")  # the 
 def measured(
     metrics: Mapping[str, Metric], gather: Callable[[Tensor], Tensor] = lambda values: values
 ) -> dict[str, Metric]:
-    """Metrics of all ranks, of those of this rank whose parts are 0-d tensors: one collective, one synchronization.
+    """Merge metrics over ranks; their parts are 0-d tensors of this rank. One collective, one synchronization.
 
     `gather` concatenates or stacks a 1-D tensor over ranks. Bins without a token are left out.
     """
     parts = torch.stack([part.double() for metric in metrics.values() for part in metric.parts])
     of_ranks = gather(parts).reshape(-1, len(parts))
     merged = torch.stack([of_ranks.sum(dim=0), of_ranks.amin(dim=0), of_ranks.amax(dim=0)], dim=1)
-    rows, found = iter(merged.tolist()), {}
+    rows = iter(merged.tolist())
+    found = {}
     for name, metric in metrics.items():
         column = (add, min, max).index(metric.merge)
         found[name] = Metric(tuple(next(rows)[column] for _ in metric.parts), metric.merge, metric.formula)
@@ -70,10 +71,12 @@ def measured(
 
 
 def mismatch_metrics(ratio: LogRatio) -> dict[str, Metric]:
-    """`mismatch/*` and the raw ratios in `correction/*`, of one batch on one rank. A mean over nothing is NaN."""
+    """Return `mismatch/*` and the raw ratios in `correction/*`, of one batch on one rank. Means of nothing are NaN."""
     log_r_BT = ratio.values_BT.double()
-    k3_BT, distance_BT = torch.expm1(log_r_BT) - log_r_BT, log_r_BT.abs()
-    log_r_B, scored_B = log_r_BT.sum(dim=-1), ratio.scored_BT.any(dim=-1)
+    k3_BT = torch.expm1(log_r_BT) - log_r_BT
+    distance_BT = log_r_BT.abs()
+    log_r_B = log_r_BT.sum(dim=-1)
+    scored_B = ratio.scored_BT.any(dim=-1)
     mean_log_r_B = log_r_B / ratio.scored_BT.sum(dim=-1).clamp(min=1)
     tokens, scored = ratio.mask_BT.sum(), ratio.scored_BT.sum()
     chi2_token, of_tokens = _ratio_metrics("", log_r_BT, ratio.scored_BT)
@@ -110,7 +113,8 @@ def correction_metrics(
     """
     used_BT = torch.where(keep_BT, weights_BT, 0.0).double()
     tokens, sequences = mask_BT.sum(), mask_BT.any(dim=-1).sum()
-    masked_tokens, masked_sequences = tokens - (used_BT > 0).sum(), sequences - (used_BT > 0).any(dim=-1).sum()
+    masked_tokens = tokens - (used_BT > 0).sum()
+    masked_sequences = sequences - (used_BT > 0).any(dim=-1).sum()
     total = used_BT.sum()
     metrics = {
         "correction/fraction_masked_tokens": mean_of(masked_tokens, tokens),
@@ -126,9 +130,11 @@ def correction_metrics(
 
 
 def _ratio_metrics(prefix: str, log_r: Tensor, scored: Tensor) -> tuple[Metric, dict[str, Metric]]:
-    """chi2 of the ratios at one level, of tokens [B, T] or sequences [B] that are scored, and what `prefix` names."""
-    r, count = log_r.exp(), scored.sum()
-    total, squares = _sum_of(r, scored), _sum_of(r.square(), scored)
+    """Return chi2 and metrics of the ratios of scored tokens [B, T] or sequences [B]; `prefix` is in their names."""
+    r = log_r.exp()
+    count = scored.sum()
+    total = _sum_of(r, scored)
+    squares = _sum_of(r.square(), scored)
     return Metric((squares, count), add, _variance), {
         f"correction/{prefix}ratio_min": lowest(_lowest_of(r, scored)),
         f"correction/{prefix}ratio_mean": mean_of(total, count),
@@ -138,8 +144,9 @@ def _ratio_metrics(prefix: str, log_r: Tensor, scored: Tensor) -> tuple[Metric, 
 
 
 def _growth_metrics(ratio: LogRatio, k3_BT: Tensor) -> dict[str, Metric]:
-    """k3 by half of the completion, by position and by completion length."""
-    scored_BT, mask_BT = ratio.scored_BT.double(), ratio.mask_BT
+    """Return k3 by half of the completion, by position and by completion length."""
+    scored_BT = ratio.scored_BT.double()
+    mask_BT = ratio.mask_BT
     length_B1 = mask_BT.sum(dim=-1, keepdim=True)
     is_late_BT = 2 * (mask_BT.cumsum(dim=-1) - 1) >= length_B1  # tokens the policy wrote; tool output has no half
     halves = [(each * half_BT).sum() for half_BT in (is_late_BT, ~is_late_BT) for each in (k3_BT, scored_BT)]
@@ -159,7 +166,7 @@ def _sum_of(values: Tensor, where: Tensor) -> Tensor:
 
 
 def _lowest_of(values: Tensor, where: Tensor) -> Tensor:
-    """Minimum of the `values` inside the mask `where`; inf if there is none."""
+    """Return the minimum of the `values` inside the mask `where`; inf if there is none."""
     # the appended inf keeps an empty batch from being an empty reduction
     return F.pad(torch.where(where, values, torch.inf).flatten(), (0, 1), value=torch.inf).amin()
 

@@ -81,7 +81,8 @@ def bound_problems(
 ) -> Iterator[str]:
     """Yield what is wrong with the band [minimum, maximum] of a ratio, which must contain 1."""
     low, high = f"{names[0]}={minimum!r}", f"{names[1]}={maximum!r}"
-    if wrong := [text for text, value in ((low, minimum), (high, maximum)) if not _is_bound(value)]:
+    wrong = [text for text, value in ((low, minimum), (high, maximum)) if not _is_bound(value)]
+    if wrong:
         yield f"{' and '.join(wrong)} must be a finite number, or None for no bound"
         return
     if minimum is not None and not 0 <= minimum <= 1:
@@ -98,7 +99,7 @@ def _is_bound(value: object) -> bool:
 
 
 def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
-    """Median over sequences of the mean log-ratio, an estimate of -KL, and the number of sequences behind it."""
+    """Return the median over sequences of the mean log-ratio, an estimate of -KL, and the number of these."""
     # a mean would let one broken sequence (log r = -20 throughout) move the centre of the band away from all others
     mean_B1 = ratio.mean_over_sequence_B1(ratio.values_BT.double())
     candidates_B = torch.where(ratio.has_evidence_B1, mean_B1, torch.nan).flatten()

@@ -34,7 +34,7 @@ class EngineScales(EnginePart):
     name = KV_SCALES
 
     def __init__(self, calibrate: Callable[[], KVScales]):
-        """`calibrate` raises `ValueError` if the policy cannot be calibrated, and may be a collective."""
+        """Keep `calibrate`, which raises `ValueError` if the policy cannot be calibrated, and may be a collective."""
         self.calibrate = calibrate
         self.value: KVScales | None = None
         self._layers: Mapping[int, Attention | MLAAttention] = {}
@@ -47,8 +47,8 @@ class EngineScales(EnginePart):
         return self
 
     def resume(self, scales_L3: torch.Tensor) -> None:
-        """Before the first sync, send these with the weights: a run resumed with rollouts that it had left, which were
-        sampled under them. After a sync this does nothing.
+        """Send these with the weights of the first sync: a run resumed with rollouts that it had left, which were
+        sampled under them. Do nothing after a sync.
         """
         if self.value is None:
             self.value = KVScales(scales_L3.cpu())

@@ -135,7 +135,8 @@ def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tenso
 
 def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Return the first different `sequences` that together have at most `max_tokens`, each cut to as many."""
-    rows, left = [], max_tokens
+    rows = []
+    left = max_tokens
     for row in dict.fromkeys(tuple(sequence[:max_tokens]) for sequence in sequences):
         if row and len(row) <= left:
             rows.append(list(row))

@@ -85,7 +85,7 @@ class RouteLog(RolloutLog):
 
 
 def returned_routes(outputs: list[RequestOutput]) -> list[np.ndarray]:
-    """The routes that vLLM itself returned."""
+    """Return the routes that vLLM itself reported."""
     routes = [output.outputs[0].routed_experts for output in outputs]
     if any(found is None for found in routes):
         raise RuntimeError("vLLM returned no routed experts although enable_return_routed_experts was set.")
@@ -109,8 +109,9 @@ class RouterCapture:
             router.set_capture_fn(partial(self._capture, layer))
 
     def __call__(self, outputs: list[RequestOutput]) -> list[np.ndarray]:
-        """Routes of the requests that just finished; a token that was computed again keeps its first."""
-        chunks, self._chunks = self._chunks, {}
+        """Return routes of the requests that just finished; a token that was computed again keeps its first."""
+        chunks = self._chunks
+        self._chunks = {}
         return [np.concatenate(_without_repetitions(chunks[output.request_id])) for output in outputs]
 
     def _capture(self, layer: int, experts: torch.Tensor) -> None:
@@ -125,10 +126,11 @@ class RouterCapture:
 
 
 def _without_repetitions(chunks: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
-    """Rows of consecutive positions from 0 on, cut where a preempted request was computed again."""
-    kept, filled = [], 0
+    """Return rows of consecutive positions from 0 on, cut where a preempted request was computed again."""
+    rows = []
+    filled = 0
     for start, chunk in chunks:
         if start + len(chunk) > filled:
-            kept.append(chunk[max(0, filled - start) :])
+            rows.append(chunk[max(0, filled - start) :])
             filled = start + len(chunk)
-    return kept
+    return rows

@@ -5,7 +5,7 @@ largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370, about one 
 the choice from the rollout and everything else from the policy: logits, softmax and normalization are the model's own,
 so gradients reach router and experts as without replay; only `topk` returns other indices, and their values.
 
-    forward  ->  [N, K] of this layer and these rows  ->  router: softmax, topk -> the given experts, normalize
+    forward  ->  [N, K] of this layer and these rows  ->  router: softmax, topk -> these experts, normalize
 
 Shape letters: B sequences, S tokens of a padded sequence, N = B * S, L layers with routers, K experts per token.
 """
@@ -59,7 +59,7 @@ class RouterReplay:
     def begin(
         self, routes_BSLK: Tensor | None, *, replay: bool, tally: RouteTally | None = None, record: bool = False
     ) -> None:
-        """From now on forwards go through the rows of `routes_BSLK`, in order, in as many chunks as they like.
+        """Let forwards from now on go through the rows of `routes_BSLK`, in order, in as many chunks as they like.
 
         Has to stay in force until the backward pass is through: gradient checkpointing runs the forward again.
 
@@ -69,7 +69,10 @@ class RouterReplay:
             tally: Agreement is counted here.
             record: Keep the routers' own choices for `recorded`.
         """
-        self._routes_BSLK, self._replay, self._tally, self._recording = routes_BSLK, replay, tally, record
+        self._routes_BSLK = routes_BSLK
+        self._replay = replay
+        self._tally = tally
+        self._recording = record
         self._chunk_NLK = self._real_N = None  # of the forward that is running
         self._row = 0
         if record or routes_BSLK is not None:  # not at the end of a pass: what it recorded is read then
@@ -80,7 +83,7 @@ class RouterReplay:
 
     @contextmanager
     def during(self, routes_BSLK: Tensor | None, **options) -> Iterator[None]:
-        """`begin` for a block without backward pass."""
+        """Replay routes inside the block, for a forward without backward."""
         self.begin(routes_BSLK, **options)
         try:
             yield
@@ -88,7 +91,7 @@ class RouterReplay:
             self.end()
 
     def recorded(self) -> Tensor:
-        """The routers' own choices `[B, S, L, K]` under the last `begin(record=True)`, on the device."""
+        """Return the routers' own choices `[B, S, L, K]` under the last `begin(record=True)`, on the device."""
         return torch.cat(self._recorded)
 
     def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -112,7 +115,7 @@ class RouterReplay:
             self._real_N = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def route(self, column: int, forward: Callable[..., tuple], *args, **kwargs) -> tuple:
-        """A router's `forward` under what is in force; the last of its outputs is the chosen experts `[N, K]`."""
+        """Call a router's `forward` under the replay in force; its last output is the chosen experts `[N, K]`."""
         if self._chunk_NLK is None and not self._recording:
             return forward(*args, **kwargs)
         rollout_NK = None if self._chunk_NLK is None else self._chunk_NLK[:, column].long()
@@ -123,7 +126,8 @@ class RouterReplay:
                 f"the router of layer {self.layers[column]} calls topk {len(topk.own)} times; replay knows routers "
                 "that choose experts by one. Set router_replay='off'."
             )
-        own_NK, used_NK = topk.own[0], output[-1]
+        own_NK = topk.own[0]
+        used_NK = output[-1]
         if self._recording:
             self._recorded[-1].flatten(0, 1)[:, column] = own_NK.to(self.dtype)
         if self._tally is not None and rollout_NK is not None:
@@ -132,7 +136,7 @@ class RouterReplay:
 
 
 class _TopK(TorchFunctionMode):
-    """`torch.topk` returns the given indices and the values there; `own` collects what it would have chosen.
+    """`torch.topk` returns `indices_NK` and the values there; `own` collects its own choices.
 
     Routers of transformers differ in what they do before and after their top-k; in this call all of them agree.
     """
@@ -165,7 +169,7 @@ class _Replayed:
 
 
 def _by_layer(base: nn.Module, flag: str) -> dict[int, nn.Module]:
-    """The router of each decoder layer that has one."""
+    """Return the router of each decoder layer that has one."""
     found = routers(base)
     if not found:
         raise ValueError(f"{flag}: {type(base).__name__} is not a mixture of experts. Set router_replay='off'.")
@@ -179,5 +183,5 @@ def _by_layer(base: nn.Module, flag: str) -> dict[int, nn.Module]:
 
 
 def _same_set(a_NK: Tensor, b_NK: Tensor) -> Tensor:
-    """Rows of `a` that hold the experts of the same row of `b`, in any order. Rows have no repetitions."""
+    """Return for each row whether `a` and `b` hold the same experts, in any order. Rows have no repetitions."""
     return (a_NK[:, :, None] == b_NK[:, None, :]).any(-1).all(-1)

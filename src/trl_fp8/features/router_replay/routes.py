@@ -32,7 +32,7 @@ ROUTES = "routed_experts"  # key of a batch, [B, S, L, K]: experts that the loss
 
 
 class Routes(Feature):
-    """From the engine's answer to the routers of the policy, one generation at a time."""
+    """Carries the engine's routes to the routers of the policy, one generation at a time."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
@@ -104,7 +104,7 @@ class Routes(Feature):
 def padded_routes(
     replay: RouterReplay, routes: list[np.ndarray], prompts: list[int], prompt_columns: int, columns: int
 ) -> torch.Tensor:
-    """Routes `[B, S, L, K]` of the layers that `replay` has, in TRL's padding; `NOWHERE` where none is known.
+    """Return routes `[B, S, L, K]` of the layers that `replay` has, in TRL's padding; `NOWHERE` where none is known.
 
     Args:
         replay: Of the policy.

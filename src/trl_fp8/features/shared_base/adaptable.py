@@ -60,16 +60,18 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
     linears = [name for name in (*recipe.fp8_modules, *recipe.kept_modules) if name != "lm_head"]
-    if other := {name: why for name, layer in adapters.items() if (why := _why_not(name, layer, linears))}:
+    reasons = {name: _why_not(name, layer, linears) for name, layer in adapters.items()}
+    refused = [f"{name} ({why})" for name, why in reasons.items() if why]
+    if refused:
         raise ValueError(
-            f"fp8_base=True with adapters that the engine has no room for: "
-            f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers "
-            f"(with experts or MLA target_modules={adapter_targets(linears)}, not 'all-linear'), {OFF}"
+            f"fp8_base=True with adapters that the engine has no room for: {listed(refused, 3)}. Use plain LoRA on "
+            f"linear layers (with experts or MLA target_modules={adapter_targets(linears)}, not 'all-linear'), {OFF}"
         )
     wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
-    if others := sorted({name for module in wrappers for name in module.active_adapters} - {"default"}):
+    misnamed = sorted({name for module in wrappers for name in module.active_adapters} - {"default"})
+    if misnamed:
         raise ValueError(
-            f"fp8_base=True with modules_to_save of an adapter called {listed(others)}: whole modules are sent of "
+            f"fp8_base=True with modules_to_save of an adapter called {listed(misnamed)}: whole modules are sent of "
             f"the one that is called 'default' alone. Give it that name, remove modules_to_save, {OFF}"
         )
 
@@ -79,7 +81,8 @@ def require_apart(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe
     shared = *recipe.fp8_modules, *recipe.fp8_experts
     wrapped = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     ends = tuple(f".{name}" for name in [*wrapped, *(getattr(config, "modules_to_save", None) or ())])
-    if trained := [name for name in shared if f".{name}".endswith(ends)]:
+    trained = [name for name in shared if f".{name}".endswith(ends)]
+    if trained:
         raise ValueError(
             f"fp8_base=True with modules_to_save that are FP8: {listed(trained, 3)}. What is trained as a whole "
             f"cannot be shared: name them in fp8_ignored_modules, too, {OFF}"

@@ -34,16 +34,16 @@ class Slot:
     shape: tuple[int, int]  # of the layer's weight, `[N, K]`
 
     def placed(self, which: str, matrix: torch.Tensor) -> torch.Tensor:
-        """A `[r, K]` -> `[R, K]`, B `[N, r]` -> `[N, S R]`."""
+        """Pad A `[r, K]` to `[R, K]`, B `[N, r]` to `[N, S R]`."""
         if which == A:
             return F.pad(matrix, (0, 0, 0, self.rank - len(matrix)))
-        before, missing = self.number * self.rank, self.rank - matrix.shape[1]
-        return F.pad(matrix, (before, (self.count - self.number - 1) * self.rank + missing))
+        before = self.number * self.rank
+        return F.pad(matrix, (before, self.count * self.rank - before - matrix.shape[1]))
 
 
 def room_for(model: nn.Module) -> dict[str, int]:
-    """Checkpoint name of each layer with LoRA adapters -> the largest rank among them. `ValueError` if several are
-    active.
+    """Return checkpoint name of each layer with LoRA adapters -> the largest rank among them. `ValueError` if several
+    are active.
     """
     layers = _adapted(model)
     _active(layers)
@@ -51,10 +51,11 @@ def room_for(model: nn.Module) -> dict[str, int]:
 
 
 def _active(layers: Mapping[str, LoraLayer]) -> str | None:
-    """Name of the adapter in force; None while adapters are disabled. `ValueError` if there are several, or if one is
-    merged into what it adapts: it would count twice.
+    """Return the name of the adapter in force; None while adapters are disabled. `ValueError` if there are several, or
+    if one is merged into what it adapts: it would count twice.
     """
-    if merged := [name for name, layer in layers.items() if layer.merged]:
+    merged = [name for name, layer in layers.items() if layer.merged]
+    if merged:
         raise ValueError(
             f"fp8_base=True with adapters that are merged into the base: {listed(merged, 3)}. Call "
             "model.unmerge_adapter() first, or set fp8_base=False."
@@ -94,7 +95,7 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
 
 
 def factors(model: nn.Module, parameters: Iterable[Named]) -> dict[str, dict[str, torch.Tensor]]:
-    """Layer -> A `[r, K]` and s B `[N, r]` of the adapter in force, FP32 copies, of PEFT's `(name, full tensor)`."""
+    """Return layer -> A `[r, K]` and s B `[N, r]` in force, FP32 copies, of PEFT's `(name, full tensor)`."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for layer, which, tensor in _in_force(model, parameters):
         if which is not None:
@@ -103,15 +104,16 @@ def factors(model: nn.Module, parameters: Iterable[Named]) -> dict[str, dict[str
 
 
 def merged(weights: Iterable[Named], adapters: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Named]:
-    """W + s B A in FP32 for each `(checkpoint name, W)` that has `factors`; others as they are."""
+    """Yield W + s B A in FP32 for each `(checkpoint name, W)` that has `factors`; others as they are."""
     for name, weight in weights:
-        if both := adapters.get(name.removesuffix(".weight")):
+        both = adapters.get(name.removesuffix(".weight"))
+        if both:
             weight = torch.addmm(weight.detach().to(both[A].device, torch.float32), both[B], both[A])
         yield name, weight
 
 
 def _in_force(model: nn.Module, parameters: Iterable[Named]) -> Iterator[tuple[str, str | None, torch.Tensor]]:
-    """(layer, `A` or `B`, matrix) of the active adapter, scaling in B; others as (checkpoint name, None, tensor)."""
+    """Yield (layer, `A` or `B`, matrix) of the active adapter, scaling in B; others as (name, None, tensor)."""
     layers = _adapted(model)
     active = _active(layers)
     for name, tensor in parameters:
@@ -137,7 +139,7 @@ def _adapted(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def _parsed(name: str) -> tuple[str, str | None, str]:
-    """(layer, `A` or `B`, adapter) of "<layer>.lora_A.<adapter>.weight"; of others (name, None, "")."""
+    """Split "<layer>.lora_A.<adapter>.weight" into (layer, `A` or `B`, adapter); others into (name, None, "")."""
     for which in (A, B):
         layer, found, rest = name.partition(f".{which}.")
         if found:

@@ -46,8 +46,10 @@ class BaseFlags(FlagGroup):
             )
 
     def against_base(self, model: ModelConfig) -> str | None:
-        found = (f"{name}={value!r}: {why}." for name, why in NOT_BESIDE.items() if (value := getattr(model, name)))
-        return next(found, None)
+        for name, why in NOT_BESIDE.items():
+            if getattr(model, name):
+                return f"{name}={getattr(model, name)!r}: {why}."
+        return None
 
     def memory_changes(self, setup: Setup, outline: Outline, recipe: FP8Recipe) -> dict[str, float]:
         """Leave the FP8 weights to the engine. It has the adapters too, in BF16."""

@@ -15,15 +15,15 @@ from .held_base import HeldBase, SharedBase, require_own_weights
 from .stored_base import load_without_base
 
 
-SOURCE = "shared_base"  # what is kept from the one to the other: where the base's weights come from
+SOURCE = "shared_base"  # key of the handover: where the base's weights come from
 logger = get_logger(__name__)
 
 
 @contextmanager
 def without_base(construction: Construction) -> Iterator[None]:
-    """Around the making of TRL's trainer: take the FP8 weights out of a model that is given, or never load them.
+    """Take the FP8 weights out of a model object, or never load them, while TRL's trainer is constructed.
 
-    A model that was given has its weights again if no trainer comes of it.
+    A model object has its weights again if the construction fails.
     """
     args = construction.args
     model = construction.trainer_kwargs["model"]
@@ -39,14 +39,14 @@ def without_base(construction: Construction) -> Iterator[None]:
         create = construction.create_model
 
         def loaded(name: str, **loading: Any) -> PreTrainedModel:
-            """Called by TRL in place of its `create_model_from_path`."""
+            """Load a model without its base. TRL calls this in place of its `create_model_from_path`."""
             # What is trained as a whole is FP32, as TRL loads it
             if getattr(adapters, "modules_to_save", None) or getattr(adapters, "bias", "none") != "none":
                 loading = {"dtype": torch.float32} | loading
-            made, source = load_without_base(create, name, args.recipe_for, **loading)
+            model, source = load_without_base(create, name, args.recipe_for, **loading)
             construction.handover[SOURCE] = source
-            require_apart(made, adapters, source.recipe)
-            return made
+            require_apart(model, adapters, source.recipe)
+            return model
 
         construction.create_model = loaded
         yield

@@ -43,7 +43,9 @@ class AdapterLinear(ReplicatedLinear, Added):
         inputs, outputs = shape
         options = {"bias": False, "return_bias": False, "disable_tp": True}
         super().__init__(inputs, outputs, prefix=f"{prefix}.{ADAPTERS[which]}", **options)
-        self.which, self.layers, self.rank = which, layers, rank
+        self.which = which
+        self.layers = layers
+        self.rank = rank
 
     def pieces(self) -> Iterator[Piece]:
         for number, (name, rows, columns, offset) in enumerate(self.layers):
@@ -55,7 +57,7 @@ class AdapterLinear(ReplicatedLinear, Added):
 
 
 def adapters_installed(recipe: FP8Recipe, ranks: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Engines whose models are made inside the block have room for adapters of these ranks, by policy layer."""
+    """Make room for adapters of these ranks, by policy layer, in engines that start inside the block."""
     ranks = {recipe.engine_name(layer): rank for layer, rank in ranks.items()}
     make = base_loader.initialize_model
 
@@ -75,11 +77,12 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
             continue
         layers = list(shards(model, prefix, module, linears))
         names = [name for name, *_ in layers]
-        if rank := max((ranks.get(name, 0) for name in names), default=0):
+        rank = max((ranks.get(name, 0) for name in names), default=0)
+        if rank:
             missing -= set(names)
             width = len(layers) * rank
-            a_shape, b_shape = (module.input_size_per_partition, width), (width, module.output_size_per_partition)
-            for which, shape in ((A, a_shape), (B, b_shape)):
+            shapes = {A: (module.input_size_per_partition, width), B: (width, module.output_size_per_partition)}
+            for which, shape in shapes.items():
                 module.add_module(ADAPTERS[which], AdapterLinear(which, layers, rank, shape, prefix))
             module.quant_method = _with_adapter(module.quant_method)
     if missing:
@@ -90,10 +93,10 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
 
 
 def _with_adapter(method: QuantizeMethodBase) -> QuantizeMethodBase:
-    """An instance of the same class, and of `_WithAdapter` before it, with the same attributes."""
-    made = object.__new__(_subclass(type(method)))
-    vars(made).update(vars(method))
-    return made
+    """Return an instance of the same class, and of `_WithAdapter` before it, with the same attributes."""
+    copy = object.__new__(_subclass(type(method)))
+    vars(copy).update(vars(method))
+    return copy
 
 
 @cache
@@ -102,7 +105,7 @@ def _subclass(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
 
 
 def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Each slot, by the name that the policy's layer has in the engine."""
+    """Return each slot, by the name that the policy's layer has in the engine."""
     slots = {}
     for module in model.modules():
         added = getattr(module, ADAPTERS[A], None)

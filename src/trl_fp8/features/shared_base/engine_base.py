@@ -54,7 +54,8 @@ class BasePart(EnginePart):
         return AdapterWeights(generation, self.base)
 
     def ready(self, generation: FP8VLLMGeneration) -> None:
-        recipe, layout = generation.recipe, generation.engine.layout
+        recipe = generation.recipe
+        layout = generation.engine.layout
         generation.wake_weights()
         generation.delivery.send(generation.weights.frozen[0])
         self.base.share(lambda weight: held_codes(layout, recipe.engine_name(weight), recipe.format))
@@ -85,16 +86,17 @@ class AdapterWeights(PolicyWeights):
 
     def __init__(self, generation: FP8VLLMGeneration, base: SharedBase):
         super().__init__(generation)
-        self.base, recipe = base, self.recipe
+        self.base = base
+        recipe = self.recipe
         self.slots = {recipe.linears[name]: slot for name, slot in slots_of(generation.engine.model).items()}
         codes = {name for w in recipe.fp8_tensors for name in (recipe.engine_name(w), recipe.scale_name(w))}
-        kept = {recipe.engine_name(name) for name, parameter in self.parameters() if not parameter.requires_grad}
+        frozen = {recipe.engine_name(name) for name, parameter in self.parameters() if not parameter.requires_grad}
 
-        def kept_tensors() -> AbstractContextManager[Iterator[Sent]]:
-            return closing(self.whole(lambda: (p for p in self.parameters() if recipe.engine_name(p[0]) in kept)))
+        def frozen_tensors() -> AbstractContextManager[Iterator[Sent]]:
+            return closing(self.whole(lambda: (p for p in self.parameters() if recipe.engine_name(p[0]) in frozen)))
 
         base_part = Part(self.layout.part(codes), lambda: closing(base.tensors()), at_once=True)
-        self.frozen = base_part, Part(self.layout.part(kept), kept_tensors, at_once=self.dealt)
+        self.frozen = base_part, Part(self.layout.part(frozen), frozen_tensors, at_once=self.dealt)
 
     def at_once(self, model: nn.Module) -> bool:
         return self.dealt  # nothing is merged
@@ -123,7 +125,7 @@ class AdapterWeights(PolicyWeights):
 
 
 def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> list[str]:
-    """Linear layers of an engine's `model` whose adapters it does not compute with.
+    """Return the linear layers of an engine's `model` whose adapters it does not compute with.
 
     vLLM looks for compiled code under a hash that has the room for adapters in it. A user can still point vLLM at one
     folder for all (`compilation_config={"cache_dir": ...}`), and vLLM may change what it hashes. An engine with
@@ -137,14 +139,15 @@ def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> 
     """
     before = log_probs()
     noise = (log_probs() - before).abs().max()  # kernels that add in no fixed order
-    unread, tried = [], set()
+    unread: list[str] = []
+    tried = set()
     for name, module in model.named_modules():
         kind = re.sub(r"\.\d+\.", ".", name)
         if kind in tried or not hasattr(module, ADAPTERS[A]):
             continue
         tried.add(kind)
         weights = [module.get_submodule(attribute).weight.data for attribute in ADAPTERS.values()]
-        held = [weight.clone() for weight in weights]
+        originals = [weight.clone() for weight in weights]
         generator = torch.Generator().manual_seed(0)
         for weight in weights:  # A too: it may be what starts at zero
             random = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
@@ -152,7 +155,7 @@ def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> 
         try:
             moved = (log_probs() - before).abs().max()
         finally:
-            for weight, old in zip(weights, held, strict=True):
+            for weight, old in zip(weights, originals, strict=True):
                 weight.copy_(old)
         if moved <= noise:
             unread.append(name)

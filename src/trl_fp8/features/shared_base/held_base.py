@@ -1,6 +1,6 @@
 """The frozen FP8 base of a policy: where its weights come from once, and who holds them from then on.
 
-given as an object      `HeldBase` takes the weights out of the model, which then is as small as one that was
+model object            `HeldBase` takes the weights out of the model, which then is as small as one that was
                         loaded without them (stored_base.py)
 engine started          the weights are handed over one by one, quantized where the engine keeps them, and gone
 shared                  the policy's layers get the engine's codes; where ranks share an engine, each of which has
@@ -61,7 +61,7 @@ class HeldBase:
                 module.register_parameter(parameter, self._weights[name])
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
-        """Each of `recipe.fp8_tensors` by the policy's name."""
+        """Yield each of `recipe.fp8_tensors` by the policy's name."""
         if not self._weights:
             raise RuntimeError(
                 "fp8_base=True: the base's FP8 weights live in the engine alone, and something changed them there. "
@@ -79,7 +79,9 @@ class SharedBase:
     """Weights that a policy hands to its engine, and does without as soon as the engine has them."""
 
     def __init__(self, model: nn.Module, source: HeldBase | StoredBase, device: torch.device):
-        self.model, self._source, self._device = model, source, device
+        self.model = model
+        self._source = source
+        self._device = device
         self._own: dict[str, Float8Tensor] = {}  # whole codes, where ranks share an engine
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
@@ -94,7 +96,7 @@ class SharedBase:
         return ((name, tensor.to(self._device)) for name, tensor in source.tensors())
 
     def _quantized(self, source: HeldBase | StoredBase) -> Iterator[tuple[str, Weight, Float8Tensor]]:
-        """(name, weight, its codes); weights that share a scale are quantized together."""
+        """Yield (name, weight, its codes); weights that share a scale are quantized together."""
         recipe = source.recipe
         for group in by_scale(self._on_device(source), recipe):
             weights = list(group.values())
@@ -109,8 +111,8 @@ class SharedBase:
         are gone then.
         """
         for name, module, parameter in fp8_weights(self.model, self._source.recipe):
-            held = self._own[name] if self._own else codes(name)
-            module.codes = held if isinstance(module, nn.Linear) else (module.codes or {}) | {parameter: held}
+            value = self._own[name] if self._own else codes(name)
+            module.codes = value if isinstance(module, nn.Linear) else (module.codes or {}) | {parameter: value}
         if isinstance(self._source, HeldBase):
             self._source.release()
         transformers_model(self.model).save_pretrained = _lacks_weights
@@ -118,11 +120,12 @@ class SharedBase:
     @cached_property
     def original(self) -> StoredBase | str:
         """Return the place of the weights in high precision, to be read again, or the reason why there is none."""
-        source, model = self._source, transformers_model(self.model)
+        source = self._source
+        model = transformers_model(self.model)
         if not isinstance(source, StoredBase):
-            create, recipe = type(model).from_pretrained, source.recipe
+            recipe = source.recipe
             try:
-                _, source = load_without_base(create, model.config.name_or_path, lambda _: recipe)
+                _, source = load_without_base(type(model).from_pretrained, model.config.name_or_path, lambda _: recipe)
             except (ValueError, OSError, SafetensorError) as error:
                 return f"the original ones cannot be read again: {error}"
         if any(weight.scales for weight in source.weights):
@@ -130,17 +133,17 @@ class SharedBase:
         return source
 
     def originals(self) -> Iterator[tuple[str, Weight]]:
-        """Each weight as it was before it was FP8, or dequantized if `original` is a reason.
+        """Yield each weight as it was before it was FP8, or dequantized if `original` is a reason.
 
         `ValueError` if what was read again is not what the engine's codes were made of.
         """
         places = fp8_weights(self.model, self._source.recipe)
-        held = {name: _codes_of(module, parameter) for name, module, parameter in places}
+        codes_by_name = {name: _codes_of(module, parameter) for name, module, parameter in places}
         if isinstance(self.original, str):
-            yield from ((name, dequantize_weight(codes, torch.float32)) for name, codes in held.items())
+            yield from ((name, dequantize_weight(codes, torch.float32)) for name, codes in codes_by_name.items())
             return
         for name, weight, codes in self._quantized(self.original):
-            if not _same(codes, held[name]):
+            if not _same(codes, codes_by_name[name]):
                 raise ValueError(
                     f"the weights in model={self.model.config.name_or_path!r} are not those that were trained on: "
                     f"{name} quantizes to other codes than the engine has. The model was changed after it was "

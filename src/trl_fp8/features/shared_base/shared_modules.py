@@ -66,14 +66,14 @@ class SharedExperts(HoldsCodes):
         return own_gradient(self.dequantized, self.dequantized, *inputs, dtype=inputs[0].dtype)
 
     def dequantized(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The module's own computation with dequantized weights, which are gone afterwards."""
+        """Call the module's own forward with dequantized weights, which are gone afterwards."""
         weights = {name: dequantize_weight(codes, hidden_states.dtype) for name, codes in self.codes.items()}
         with holding(self, weights):
             return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
 def fp8_weights(model: nn.Module, recipe: FP8Recipe) -> Iterator[tuple[str, nn.Module, str]]:
-    """(checkpoint name, module, name of its parameter) of each weight of a policy that is FP8."""
+    """Yield (checkpoint name, module, name of its parameter) of each weight of a policy that is FP8."""
     for name, module in (*linear_layers(model), *expert_modules(model)):
         for parameter in _weight_names(module):
             if f"{name}.{parameter}" in recipe.fp8_tensors:
@@ -92,7 +92,7 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def _absent(weight: Tensor) -> Tensor:
-    """A NaN of a tensor's shape, without memory; on the host where the tensor has no place."""
+    """Return a NaN of a tensor's shape, without memory; on the host where the tensor has no place."""
     device = "cpu" if weight.is_meta else weight.device
     nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)
     return nan.expand(weight.shape).as_subclass(AbsentWeight)

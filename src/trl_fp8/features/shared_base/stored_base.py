@@ -49,7 +49,7 @@ class StoredBase:
     weights: tuple["StoredWeight", ...] = field(repr=False)
 
     def tensors(self) -> Iterator[tuple[str, Tensor | Float8Tensor]]:
-        """(policy's name, value) of each of `recipe.fp8_tensors`, on the host: `[N, K]`, of all experts `[E, N, K]`.
+        """Yield (policy's name, value) of each of `recipe.fp8_tensors`, on the host: `[N, K]`, of experts `[E, N, K]`.
 
         In high precision, or codes as stored (e4m3, with fp32 scales of 128x128 blocks). Weights that are stored whole
         lie in the file's pages, experts are gathered for one layer. A consumer lets go of each before the next.
@@ -60,7 +60,7 @@ class StoredBase:
 def load_without_base(
     create: Callable[..., PreTrainedModel], model_id: str, recipe_for: Callable[[PreTrainedModel], FP8Recipe], **kwargs
 ) -> tuple[PreTrainedModel, StoredBase]:
-    """A policy whose FP8 linears and experts hold no weight, and where those are stored.
+    """Return a policy whose FP8 linears and experts hold no weight, and where those are stored.
 
     Args:
         create: TRL's `create_model_from_path`, or what is called like it and loads one model by `from_pretrained`.
@@ -90,13 +90,14 @@ class _Loader(HfQuantizer):
     def chosen(
         self, config: PreTrainedConfig, quantization: object, device_map: object, *_, gguf_file: str | None = None
     ) -> tuple[HfQuantizer, PreTrainedConfig, object]:
-        """This one, whatever the config says, in the place of `transformers.quantizers.auto.get_hf_quantizer`."""
+        """Return this one, whatever the config says. Replaces `transformers.quantizers.auto.get_hf_quantizer`."""
         if quantization is not None or gguf_file is not None:
-            given = f"quantization_config={type(quantization).__name__}(...)"
-            given = given if gguf_file is None else f"gguf_file={gguf_file!r}"
+            format_asked = f"quantization_config={type(quantization).__name__}(...)"
+            if gguf_file is not None:
+                format_asked = f"gguf_file={gguf_file!r}"
             raise ValueError(
-                f"fp8_base=True with {given}: the base is quantized to FP8 for trainer and engine, and to nothing "
-                "else. Remove it."
+                f"fp8_base=True with {format_asked}: the base is quantized to FP8 for trainer and engine, and to "
+                "nothing else. Remove it."
             )
         for each in (config, config.get_text_config(decoder=True)):
             method = (vars(each).pop("quantization_config", None) or {}).get("quant_method", "fp8")
@@ -152,7 +153,7 @@ class StoredWeight:
         return tuple(sorted({self.checkpoint[name].file for name in (*self.parts, *self.scales)}))
 
     def value(self, opened: Opened) -> Tensor | Float8Tensor:
-        """The weight; `opened` are `files` by name."""
+        """Read the weight; `opened` are `files` by name."""
         if not self.scales:
             return self._whole(self.parts, self.shape, _HIGH_PRECISION[self.checkpoint[self.parts[0]].dtype], opened)
         block = [1] * (len(self.shape) - 2) + [BLOCK, BLOCK]
@@ -160,7 +161,7 @@ class StoredWeight:
         return Float8Tensor(codes, self.scale(opened), block_size=block, dtype=torch.bfloat16)
 
     def scale(self, opened: Opened) -> Tensor:
-        """The scales of its blocks, fp32, in which BF16 is exact."""
+        """Read the scales of its blocks, fp32, in which BF16 is exact."""
         *experts, rows, columns = self.shape
         return self._whole(self.scales, (*experts, rows // BLOCK, columns // BLOCK), torch.float32, opened)
 
@@ -175,9 +176,11 @@ class StoredWeight:
 
     def in_another_form(self) -> str | None:
         """Return the form in which it is stored, if the engine cannot take that form; else None."""
-        rows, columns = prod(self.shape[:-1]) // len(self.parts), self.shape[-1]
+        rows = prod(self.shape[:-1]) // len(self.parts)
+        columns = self.shape[-1]
         first = self.checkpoint[self.parts[0]]
-        dtype, scale_shape = first.dtype, (rows // BLOCK, columns // BLOCK)
+        dtype = first.dtype
+        scale_shape = rows // BLOCK, columns // BLOCK
         for part in self.parts:
             found = self.checkpoint[part]
             if found[1:] != (dtype, (rows, columns)) or dtype not in (_CODES, *_HIGH_PRECISION):
@@ -192,13 +195,13 @@ class StoredWeight:
 
 
 def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP8Recipe, model: str) -> StoredBase:
-    """The base in a checkpoint of a policy whose parameters have these shapes."""
-    given = f"fp8_base=True with model={model!r}"
+    """Return the base in the checkpoint of a policy whose parameters have these shapes."""
+    where = f"fp8_base=True with model={model!r}"
     if not recipe.fp8_weights:
-        raise ValueError(f"{given}: nothing of it is FP8, so there is no base to share. Set fp8_base=False.")
+        raise ValueError(f"{where}: nothing of it is FP8, so there is no base to share. Set fp8_base=False.")
     if not files or any(not file.endswith(".safetensors") for file in files):
         raise ValueError(
-            f"{given}: FP8 weights are read one by one, from *.safetensors, and not from "
+            f"{where}: FP8 weights are read one by one, from *.safetensors, and not from "
             f"{listed([Path(file).name for file in files], 2) or 'a state_dict'}. Write it anew with from_pretrained "
             "and save_pretrained, or set fp8_base=False."
         )
@@ -206,48 +209,54 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
     decoders = (recipe.decoder, *(WRAPPED_OTHERWISE if recipe.decoder == WRAPPED else ()))
     decoder = next((one for one in decoders if f"{one}.embed_tokens.weight" in checkpoint), recipe.decoder)
     parts = {name: _names(name, shape, recipe, decoder) for name, shape in shapes.items()}
-    if missing := [part for name in sorted(recipe.fp8_tensors) for part in parts[name] if part not in checkpoint]:
+    missing = [part for name in sorted(recipe.fp8_tensors) for part in parts[name] if part not in checkpoint]
+    if missing:
         raise ValueError(
-            f"{given}: it lacks {len(missing)} weights under the names that are looked for, such as "
+            f"{where}: it lacks {len(missing)} weights under the names that are looked for, such as "
             f"{listed(missing, 2)}; it has for example {listed(checkpoint, 2)}. Load the model yourself with "
             "from_pretrained and pass it to the trainer: its weights are then taken from it."
         )
     codes = {name for name, stored in checkpoint.items() if stored.dtype == _CODES}
-    if coded := {name for name, own in parts.items() if not codes.isdisjoint(own)}:
-        kept = {name.rpartition(".")[0] for name in recipe.fp8_tensors - coded}
-        recipe = recipe.keeping(kept, "in high precision in the checkpoint")
-        _check_codes(coded, recipe, given)
+    coded = {name for name, own in parts.items() if not codes.isdisjoint(own)}
+    if coded:
+        in_high_precision = {name.rpartition(".")[0] for name in recipe.fp8_tensors - coded}
+        recipe = recipe.keeping(in_high_precision, "in high precision in the checkpoint")
+        _check_codes(coded, recipe, where)
     suffix = recipe.format.scale_suffix
     weights = []
     for name, shape in shapes.items():
         if name in recipe.fp8_tensors:
             of_scales = _names(name, shape, recipe, decoder, suffix) if coded else ()
             weights.append(StoredWeight(name, shape, parts[name], of_scales, checkpoint))
-    if others := [form for weight in weights if (form := weight.in_another_form())]:
-        raise ValueError(f"{given}: {len(others)} of its tensors are of no use here: {listed(others, 3)}. {_FROM}.")
+    unusable = list(filter(None, (weight.in_another_form() for weight in weights)))
+    if unusable:
+        raise ValueError(
+            f"{where}: {len(unusable)} of its tensors are of no use here: {listed(unusable, 3)}. {_FROM}."
+        )
     scales = (weight.scale(opened) for weight, opened in _file_by_file(weights)) if coded else ()
     if any((scale.frexp().mantissa != 0.5).any() for scale in scales):  # no powers of two
         recipe = replace(recipe, scale_format="fp32")
     return StoredBase(recipe, tuple(weights))
 
 
-def _check_codes(coded: set[str], recipe: FP8Recipe, given: str) -> None:
+def _check_codes(coded: set[str], recipe: FP8Recipe, where: str) -> None:
     """Raise `ValueError` if weights that are stored as codes are not to be FP8, or in another format."""
     if recipe.format is not BLOCKS:
         raise ValueError(
-            f"{given} and fp8_weight_format={recipe.format.name!r}: the checkpoint has scales of 128x128 blocks, with "
+            f"{where} and fp8_weight_format={recipe.format.name!r}: the checkpoint has scales of 128x128 blocks, with "
             f"which it is taken as it is. Remove fp8_weight_format, or set fp8_base=False."
         )
-    if others := sorted(coded - recipe.fp8_tensors):
-        reasons = (f"{name} ({recipe.kept_modules.get(name.rpartition('.')[0], 'no projection')})" for name in others)
+    refused = sorted(coded - recipe.fp8_tensors)
+    if refused:
+        reasons = (f"{name} ({recipe.kept_modules.get(name.rpartition('.')[0], 'no projection')})" for name in refused)
         raise ValueError(
-            f"{given}: {len(others)} weights are FP8 in the checkpoint and not here: {listed(reasons, 3)}. Set "
+            f"{where}: {len(refused)} weights are FP8 in the checkpoint and not here: {listed(reasons, 3)}. Set "
             "fp8_base=False, which dequantizes them; or name none of them in fp8_ignored_modules."
         )
 
 
 def _headers(files: Iterable[str]) -> Iterator[tuple[str, Stored]]:
-    """(name, what is known without reading it) of each tensor."""
+    """Yield (name, what is known without reading it) of each tensor."""
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118, it is no dictionary
@@ -267,7 +276,7 @@ def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, decoder: str, s
 
 
 def _file_by_file(weights: Iterable[StoredWeight]) -> Iterator[tuple[StoredWeight, Opened]]:
-    """Weights and their files, open, in an order that goes through each file once."""
+    """Yield weights and their open files, in an order that goes through each file once."""
     for files, together in groupby(sorted(weights, key=lambda one: one.files), lambda one: one.files):
         with ExitStack() as stack:
             opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}

@@ -46,9 +46,11 @@ class SurvivorLog(RolloutLog):
             generation.sample_with(top_k=vocabulary)
 
     def merged(self, notes: list[Survivors], length: int) -> Survivors:
-        """Turns of a conversation follow each other; what another rollout shares with it is a part of one of them."""
+        """Join the turns of a conversation; another rollout that shares tokens with it has a part of one of them."""
         turns = [(int(np.flatnonzero(note.counts_T)[0]), note) for note in notes if note.counts_T.any()]
-        counts_T, ids, end = np.zeros(length, np.int32), [np.zeros(0, np.int32)], 0
+        counts_T = np.zeros(length, np.int32)
+        ids = [np.zeros(0, np.int32)]
+        end = 0
         for start, note in sorted(turns, key=lambda turn: (turn[0], -len(turn[1].counts_T))):
             if start >= end:
                 counts = note.counts_T[start:length]
@@ -75,11 +77,13 @@ class SamplerCapture:
         upstream.sampler(llm).register_forward_hook(self._capture)
 
     def __call__(self, outputs: list[RequestOutput]) -> list[Survivors]:
-        """Survivors of the requests that just finished; none where a token was not drawn (temperature 0)."""
-        chunks, self._chunks = self._chunks, {}
+        """Return survivors of the requests that just finished; none where a token was not drawn (temperature 0)."""
+        chunks = self._chunks
+        self._chunks = {}
         found = []
         for output in outputs:
-            start, of_request = len(output.prompt_token_ids), chunks.get(output.request_id, {})
+            start = len(output.prompt_token_ids)
+            of_request = chunks.get(output.request_id, {})
             sampled = range(start, start + len(output.outputs[0].token_ids))
             found.append(_survivors(output, [of_request.get(position, ()) for position in sampled]))
         return found

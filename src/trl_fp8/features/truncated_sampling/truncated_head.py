@@ -32,15 +32,17 @@ class Rows:
     ids_E: Tensor  # int64
 
     def take(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Counts and ids of the next `tokens`."""
+        """Take counts and ids of the next `tokens`."""
         if tokens > len(self.counts_N):
             raise RuntimeError(
                 f"TRL's output head scores {tokens} tokens, and {len(self.counts_N)} are left whose survivors are "
                 "known (TRL 1.16 scores all of a batch on CPU, and the completions' elsewhere)."
             )
-        counts_N, self.counts_N = self.counts_N[:tokens], self.counts_N[tokens:]
+        counts_N = self.counts_N[:tokens]
+        self.counts_N = self.counts_N[tokens:]
         survivors = int(counts_N.sum())
-        ids_E, self.ids_E = self.ids_E[:survivors], self.ids_E[survivors:]
+        ids_E = self.ids_E[:survivors]
+        self.ids_E = self.ids_E[survivors:]
         return counts_N, ids_E
 
 
@@ -58,7 +60,7 @@ class TruncatedHead(torch.autograd.Function):
     def forward(
         ctx, survivors, elsewhere, hidden, weight, bias, targets, temperature, chunk_size, cap, scale, outputs
     ) -> tuple[Tensor | None, ...]:
-        """hidden `[N, K]`, weight `[V, K]`, targets `[N]` -> log-probs and, if wanted, entropy, FP32 `[N]`.
+        """Map hidden `[N, K]`, weight `[V, K]`, targets `[N]` to log-probs and, if wanted, entropy, FP32 `[N]`.
 
         Logits are multiplied by `scale`, and soft-capped at `cap` unless that is None.
         """
@@ -70,12 +72,13 @@ class TruncatedHead(torch.autograd.Function):
         if elsewhere is None:
             logits = _own_logits(weight.to(dtype), bias, scale, cap)
         else:
-            logits, dtype = elsewhere(weight, bias), torch.bfloat16
+            logits = elsewhere(weight, bias)
+            dtype = torch.bfloat16
         counts_N, ids_E = survivors.take(len(hidden))
         sampled_R = counts_N.nonzero()[:, 0]
         counts_R = counts_N[sampled_R]
         log_probs, entropy = (torch.zeros(len(hidden), device=device) for _ in range(2))
-        kept, slopes = [], []  # of each survivor: log-prob, and how fast its logit follows the projection
+        log_ps, slopes = [], []  # of each survivor: log-prob, and how fast its logit follows the projection
         for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS):
             tokens = sampled_R[start : start + len(counts)]
             all_TV = logits(hidden[tokens]).float()
@@ -85,20 +88,24 @@ class TruncatedHead(torch.autograd.Function):
             log_p = left_TV.log_softmax(-1)
             log_probs[tokens] = log_p.gather(-1, targets[tokens, None])[:, 0]
             entropy[tokens] = torch.special.entr(log_p.exp()).sum(-1)
-            kept.append(log_p[rows, ids])
+            log_ps.append(log_p[rows, ids])
             if cap is not None:  # d (cap * tanh(x / cap)) / dx = 1 - tanh(x / cap)^2
                 slopes.append(1 - (all_TV[rows, ids] / cap).square())
-        log_p_E = torch.cat(kept) if kept else log_probs[:0]
+        log_p_E = torch.cat(log_ps) if log_ps else log_probs[:0]
         slope_E = torch.cat(slopes) if slopes else None
         ctx.save_for_backward(hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy)
-        ctx.dtype, ctx.chunk_size, ctx.slope = dtype, chunk_size, scale / temperature
+        ctx.dtype = dtype
+        ctx.chunk_size = chunk_size
+        ctx.slope = scale / temperature
         return log_probs, entropy if "entropy" in outputs else None, None, None, None
 
     @staticmethod
     def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy = ctx.saved_tensors
         token_E = sampled_R.repeat_interleave(counts_R)
-        hidden_RK, p_E, grad_E = hidden[sampled_R], log_p_E.exp(), torch.zeros_like(log_p_E)
+        hidden_RK = hidden[sampled_R]
+        p_E = log_p_E.exp()
+        grad_E = torch.zeros_like(log_p_E)
         # Of a survivor's logit: d log p_target = [it is the target] - p, and dH = - p (log p + H)
         if grad_log_probs is not None:
             grad_E += grad_log_probs[token_E] * ((ids_E == targets[token_E]).float() - p_E)
@@ -134,23 +141,23 @@ class TruncatedHead(torch.autograd.Function):
                         grad_bias[words] += tile.sum(0, dtype=torch.float32)
         if grads[0] is not None:
             grads[0] = torch.zeros(hidden.shape, device=hidden.device).index_copy_(0, sampled_R, grads[0])
-        given = zip(grads, (hidden, weight, bias), strict=True)
-        return None, None, *(None if grad is None else grad.to(x.dtype) for grad, x in given), *([None] * 6)
+        of_inputs = zip(grads, (hidden, weight, bias), strict=True)
+        return None, None, *(None if grad is None else grad.to(x.dtype) for grad, x in of_inputs), *([None] * 6)
 
 
 def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Callable[[Tensor], Tensor]:
-    """hidden `[T, K]` -> the policy's logits `[T, V]` as TRL's head makes them, in the dtype of `weight`."""
+    """Return the function hidden `[T, K]` -> logits `[T, V]`, as in TRL's head, in the dtype of `weight`."""
 
     def logits(hidden: Tensor) -> Tensor:
-        made = F.linear(hidden.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).float()
-        made *= scale
-        return made if cap is None else cap * torch.tanh(made / cap)
+        projected = F.linear(hidden.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).float()
+        projected *= scale
+        return projected if cap is None else cap * torch.tanh(projected / cap)
 
     return logits
 
 
 def _tiles(counts_R: Tensor, values_E: Tensor, tokens: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """(first token, row within the tile of each survivor, counts, values) for tiles of so many tokens."""
+    """Yield (first token, row within the tile of each survivor, counts, values) for tiles of so many tokens."""
     counts = counts_R.split(tokens) if len(counts_R) else ()
     sizes = torch.stack([each.sum() for each in counts]).tolist() if counts else []
     for number, (each, values) in enumerate(zip(counts, values_E.split(sizes), strict=True)):

@@ -40,7 +40,7 @@ class OfBatch(NamedTuple):
     ids_BM: Tensor  # int32, those of one token behind those of another; 0 behind the last
 
     def rows(self, mask_BS: Tensor, columns: int) -> Rows:
-        """For the tokens that TRL's head gets under an attention mask whose last `columns` are of completions."""
+        """Return rows for the tokens that TRL's head gets; the last `columns` of the mask are of completions."""
         counts_BT = F.pad(self.counts_BT, (0, columns - self.counts_BT.shape[1])).long()
         real_BT = mask_BS[:, -columns:] != 0  # without those that mask_truncated_completions takes out
         used_BM = torch.arange(self.ids_BM.shape[1], device=mask_BS.device) < counts_BT.sum(1, keepdim=True)
@@ -52,7 +52,7 @@ class OfBatch(NamedTuple):
 
 
 class Truncation(Feature):
-    """From the engine's answer to the output heads of policy and reference."""
+    """Carries the engine's survivors to the output heads of policy and reference."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
@@ -75,16 +75,19 @@ class Truncation(Feature):
         return self._truncated(mask, logits_to_keep, reference=True)
 
     def extend_batch(self, batch: Batch) -> None:
-        tensors, counts_BT = batch.tensors, self._now.counts_BT
-        counts_BT = F.pad(counts_BT, (0, tensors[COMPLETION_IDS].shape[1] - counts_BT.shape[1]))
+        tensors = batch.tensors
+        columns = tensors[COMPLETION_IDS].shape[1]
+        counts_BT = F.pad(self._now.counts_BT, (0, columns - self._now.counts_BT.shape[1]))
         scored = batch.mask_BT != 0
         scored &= ~tensors[ROLLOUT_LOGPS].isnan()
-        if lost := int((scored & (counts_BT == 0)).sum()):
+        lost = int((scored & (counts_BT == 0)).sum())
+        if lost:
             raise RuntimeError(
                 f"the engine returned log-probs of {int(scored.sum())} tokens, and for {lost} of them no token that "
                 "top_p, top_k and min_p left. Set top_p=1.0, top_k=0, min_p=None."
             )
-        tensors[SURVIVOR_COUNTS], tensors[SURVIVOR_IDS] = counts_BT, self._now.ids_BM
+        tensors[SURVIVOR_COUNTS] = counts_BT
+        tensors[SURVIVOR_IDS] = self._now.ids_BM
         totals = torch.stack([counts_BT.sum(), (counts_BT > 0).sum()])
         survivors, tokens = self.trainer.accelerator.reduce(totals, "sum").tolist()
         batch.metrics["sampling/survivors_mean"] = mean_of(survivors, tokens)
@@ -102,8 +105,10 @@ class Truncation(Feature):
             yield
             return
         rows = self._now.rows(mask_BS, columns)
-        made = (feature.logits(reference) for feature in self.trainer.features)
-        with scored_by(truncated_head(rows, next((one for one in made if one is not None), None))):
+        logits = None  # or those of a feature that makes them elsewhere
+        for feature in self.trainer.features:
+            logits = logits or feature.logits(reference)
+        with scored_by(truncated_head(rows, logits)):
             yield
         if len(rows.counts_N):
             raise RuntimeError(
