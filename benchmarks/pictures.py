@@ -7,7 +7,7 @@ from typing import Any
 
 from testing.record import interval
 from trl_fp8.features.run_log.report.canvas import SERIES, new_figure, save, tidy
-from trl_fp8.features.run_log.report.series import moving
+from trl_fp8.features.run_log.report.curves import moving
 
 
 # Mismatches below this are drawn between it and 0, in proportion

@@ -15,7 +15,7 @@ from trl_fp8.features.correction.correction_flags import CorrectionFlags
 from trl_fp8.features.kv_cache.kv_cache_flags import KVCacheFlags
 from trl_fp8.features.one_forward.forward_flags import ForwardFlags
 from trl_fp8.features.router_replay.router_flags import RouterFlags
-from trl_fp8.features.run_log.run_log_flags import RunLogFlags
+from trl_fp8.features.run_log import RunLogFlags
 from trl_fp8.features.shared_base.base_flags import BaseFlags
 from trl_fp8.run.engine_flags import EngineFlags, WeightFlags
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from shutil import which
 from typing import Any, NamedTuple
 
+from trl_fp8.features.run_log.log_file import series
 from trl_fp8.features.run_log.report.canvas import MARK, Axes, Figure, new_figure, save
 from trl_fp8.features.run_log.report.curves import Panel, draw_panel
-from trl_fp8.features.run_log.report.series import series
 from trl_fp8.recipe.messages import format_bytes
 
 

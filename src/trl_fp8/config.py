@@ -32,7 +32,7 @@ class FP8Config:
     """Base of every FP8 config, before its groups of flags and TRL's config."""
 
     def __post_init__(self):
-        given = {item.name for item in fields(self) if getattr(self, item.name) != default_of(item)}
+        user_flags = {item.name for item in fields(self) if getattr(self, item.name) != default_of(item)}
         for group in self.groups():
             group.resolve(self)
         # The fields of another config have both of these, which TRL refuses, and `to_dict` hides the token
@@ -51,11 +51,11 @@ class FP8Config:
         for group in self.groups():
             group.check(self)
         # A second config with nothing set would tell these, too, but to make one resets accelerate's state
-        self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in given}
+        self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in user_flags}
 
     @classmethod
     def groups(cls) -> list[type[FlagGroup]]:
-        """The groups of flags, in the order in which they are resolved and checked."""
+        """Return the groups of flags, in the order in which they are resolved and checked."""
         return [base for base in cls.__mro__ if issubclass(base, FlagGroup) and FlagGroup in base.__bases__]
 
     @property

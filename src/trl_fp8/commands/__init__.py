@@ -1,1 +1,1 @@
-"""What each word of the console script does."""
+"""Commands of the console script, a module each."""

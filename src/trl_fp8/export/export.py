@@ -121,7 +121,7 @@ def _write(
     card: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """All files of a checkpoint of what `stream` has by the engine's names."""
+    """Write all files of a checkpoint; `stream` has its tensors by the engine's names."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -171,7 +171,7 @@ def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> N
 
 
 def _shards(stream: Iterable[Named], recipe: FP8Recipe, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
+    """Yield tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
     shard, size = {}, 0
     for name, tensor in published(stream, recipe):
         if size + tensor.nbytes > shard_bytes and shard and not name.endswith(recipe.format.scale_suffix):
@@ -184,7 +184,7 @@ def _shards(stream: Iterable[Named], recipe: FP8Recipe, shard_bytes: int) -> Ite
 
 
 def published(stream: Iterable[Named], recipe: FP8Recipe) -> Iterator[Named]:
-    """The stream under the names of published checkpoints, most of which have the experts one by one."""
+    """Yield the stream under the names of published checkpoints, most of which have the experts one by one."""
     for name, tensor in stream:
         if parts := published_names(name, recipe.format.scale_suffix, recipe.model_type):
             for expert, own in enumerate(tensor):

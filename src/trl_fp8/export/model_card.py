@@ -25,7 +25,7 @@ _FILES = "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\
 
 
 def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]], audit_failures: int) -> str:
-    """Markdown for the card of a policy that was trained with FP8 rollouts.
+    """Return Markdown for the card of a policy that was trained with FP8 rollouts.
 
     `facts` are `run_facts` of the run; what `log_history` has measured is averaged over the last rows that have it.
     """
@@ -60,7 +60,7 @@ def export_card(
     merge: str = "",
     latent: bool = False,
 ) -> str:
-    """A card for an FP8 checkpoint: that of the policy and a section; a whole one for a model not trained here."""
+    """Return the card of an FP8 checkpoint: the policy's and a section; a whole one for a model not trained here."""
     options = ', kv_cache_dtype="fp8"' if has_kv_scales and not latent else ""
     kv_scales = "KV cache scales are included" if has_kv_scales else "there are no KV cache scales"
     if has_kv_scales and latent:
@@ -78,12 +78,12 @@ def export_card(
 
 
 def merged_card(card: str, merge: str) -> str:
-    """The policy's card with a section on its BF16 checkpoint."""
+    """Return the policy's card with a section on its BF16 checkpoint."""
     return f"{card.rstrip()}\n\n## Merged checkpoint\n\n{merge}Weights are BF16.\n\n{_FILES}"
 
 
 def _plan(table: str) -> str:
-    """The plan behind a click, without its title, which may hold a path of the machine."""
+    """Return the plan behind a click, without its title, which may hold a path of the machine."""
     rows = table.partition("\n")[2].strip("\n")
     return f"<details><summary>What is FP8</summary>\n\n```\n{rows}\n```\n\n</details>\n"
 
@@ -101,5 +101,6 @@ def _weights(facts: Mapping[str, Any]) -> str:
 def _kv_cache(facts: Mapping[str, Any]) -> str:
     if facts["kv_cache_dtype"] == "auto":
         return "high precision"
-    kept = f"; layers {skipped} in high precision" if (skipped := facts["kv_cache_skip_layers"]) else ""
-    return f"e4m3, scales of q, k, v calibrated at every sync{kept}"
+    skipped = facts["kv_cache_skip_layers"]
+    in_bf16 = f"; layers {skipped} in high precision" if skipped else ""
+    return f"e4m3, scales of q, k, v calibrated at every sync{in_bf16}"

@@ -62,7 +62,7 @@ class KVCache:
 
     @property
     def windows(self) -> dict[int, int]:
-        """Window -> number of layers that keep no more tokens than that."""
+        """Return, by window, the number of layers that keep no more tokens than that."""
         return Counter(layer.window for layer in self.layers if layer.window and layer.elements)
 
 
@@ -141,7 +141,7 @@ class Plan:
 
 
 def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
-    """`plan_for` a transformers or PEFT causal LM, also one on the meta device."""
+    """Return the plan of a transformers or PEFT causal LM, also of one on the meta device."""
     from trl_fp8.recipe.from_model import outline_of  # transformers takes seconds, and a report needs none of it
 
     return plan_for(outline_of(model), recipe)

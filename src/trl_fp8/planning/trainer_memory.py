@@ -77,12 +77,12 @@ class TrainerMemory:
 
     @property
     def states(self) -> float:
-        """Bytes that stay from step to step."""
+        """Return the bytes that stay from step to step."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
     @property
     def passing(self) -> float:
-        """Bytes that a forward and backward need beside."""
+        """Return the bytes that a forward and backward need beside."""
         return self.copies + self.inputs + self.head
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints were written to their end, and the rollouts that a checkpoint holds.
+"""Checkpoints that were written to their end, and the rollouts that a checkpoint holds.
 
 TRL 1.16 generates once for `steps_per_generation * num_iterations` micro-steps and keeps the rollouts in memory only.
 A run that is resumed inside of them would generate again for a prompt batch that is partly used, and skip the prompts
@@ -21,7 +21,8 @@ LAST = ("true", "auto")  # what a command line or a file has for the last whole 
 
 
 def marker(checkpoint: str | Path) -> Path:
-    """The file that exists while a checkpoint is written. A process that dies then leaves a folder that looks whole.
+    """Return the file that exists while a checkpoint is written: a process that dies then leaves a folder that looks
+    whole.
 
     It lies beside the folder, so that it is neither uploaded with it nor counted as a checkpoint.
     """
@@ -30,15 +31,15 @@ def marker(checkpoint: str | Path) -> Path:
 
 
 def checkpoints(output_dir: str | Path) -> tuple[list[Path], list[Path]]:
-    """The checkpoints in a folder, by step: those that were written to their end, and the others."""
+    """Return the checkpoints in a folder, by step: those that were written to their end, and the others."""
     steps = {path: path.name.rpartition("-")[2] for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
     found = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
     unfinished = [path for path in found if marker(path).exists() or not (path / TRAINER_STATE_NAME).exists()]
     return [path for path in found if path not in unfinished], unfinished
 
 
-def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> str | None:
-    """The folder that `resume_from_checkpoint=asked` means; None to start from the beginning.
+def checkpoint_to_resume(output_dir: str | Path, value: str | bool | None) -> str | None:
+    """Return the folder that a value of `resume_from_checkpoint` means; None to start from the beginning.
 
     True, "true" and "auto" mean the last checkpoint that was written to its end, if there is one: a job that is
     submitted again says the same words as the first time. "false" is what a command line has for False.
@@ -46,14 +47,14 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> st
     Raises:
         ValueError: A folder that is named is no checkpoint, or was not written to its end.
     """
-    word = str(asked or False).lower()
+    word = str(value or False).lower()
     if word == "false":
         return None
     whole, _ = checkpoints(output_dir)
     if word in LAST:
         return str(whole[-1]) if whole else None
     instead = f"Use resume_from_checkpoint={str(whole[-1])!r}" if whole else "Leave it out to start from the beginning"
-    folder, reason = Path(asked), None
+    folder, reason = Path(value), None
     if marker(folder).exists():
         reason = "was not written to its end: the run was killed while it was saved"
     elif not folder.is_dir():
@@ -63,17 +64,17 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> st
         if (folder / CONFIG_NAME).exists():
             instead += ", or give the folder as the model to train it further"
     if reason:
-        raise ValueError(f"resume_from_checkpoint={str(asked)!r}: {reason}. {instead}.")
+        raise ValueError(f"resume_from_checkpoint={str(value)!r}: {reason}. {instead}.")
     return str(folder)
 
 
 def require_ranks(checkpoint: str | Path, processes: int) -> None:
     """Raise `ValueError` if rollouts in the checkpoint are of another number of processes."""
     files = _rollout_files(checkpoint)
-    if files and (held := _read(files[0])["ranks"]) != processes:
+    if files and (ranks := _read(files[0])["ranks"]) != processes:
         raise ValueError(
-            f"resume_from_checkpoint={str(checkpoint)!r} falls into a generation of {held} processes, whose rollouts "
-            f"cannot be divided among {processes}. Launch {held} processes, or resume from a checkpoint without "
+            f"resume_from_checkpoint={str(checkpoint)!r} falls into a generation of {ranks} processes, whose rollouts "
+            f"cannot be divided among {processes}. Launch {ranks} processes, or resume from a checkpoint without "
             "rollouts_*.pt (after which a generation was due)."
         )
 
@@ -99,7 +100,7 @@ def save_rollouts(
 
 
 def load_rollouts(folder: str | Path, accelerator: Accelerator, sampling: dict) -> tuple[int, list[dict]] | None:
-    """What `save_rollouts` wrote, on the rank's device; None if the checkpoint does not fall into a generation."""
+    """Return what `save_rollouts` wrote, on the rank's device; None if a generation was due at the checkpoint."""
     require_ranks(folder, accelerator.num_processes)
     if not _rollout_files(folder):
         return None

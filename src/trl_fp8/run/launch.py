@@ -181,8 +181,8 @@ def load_on_all_ranks(reference: nn.Module, device: torch.device) -> None:
 
 
 def checkpoint_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the weights in a checkpoint of `model`, which holds adapters alone if there are any, and of its trained
-    weights.
+    """Return the bytes of the weights in a checkpoint of `model`, which holds adapters alone if there are any, and of
+    its trained weights.
     """
     trained = sum(_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):

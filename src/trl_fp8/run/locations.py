@@ -1,4 +1,4 @@
-"""Where a model or a dataset lies: in a folder, in the cache, or on the Hub, which is asked once.
+"""Location of a model or a dataset: in a folder, in the cache, or on the Hub, which is asked once.
 
 transformers and datasets try an unreachable Hub for a minute, and never suggest a folder.
 """

@@ -1,4 +1,4 @@
-"""What a trainer with FP8 rollouts writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
+"""Files that a trainer with FP8 rollouts writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -64,8 +64,8 @@ class Saving:
         """
         if self.recipe is None or self.recipe.quantization_config is None:
             raise ValueError("save_fp8_model: nothing is FP8 in this run. Use save_model, or set fp8_weights=True.")
-        held = {name: value for feature in self.features for name, value in feature.export_options().items()}
-        self._export("save_fp8_model", partial(export_fp8, folder=folder, recipe=self.recipe, **held))
+        options = {name: value for feature in self.features for name, value in feature.export_options().items()}
+        self._export("save_fp8_model", partial(export_fp8, folder=folder, recipe=self.recipe, **options))
 
     def merge_and_export(self, folder: str | Path) -> None:
         """Write the policy as a BF16 checkpoint, adapters merged: W + s B A in FP32, rounded once.
@@ -148,7 +148,7 @@ class Saving:
         return commit
 
     def create_model_card(self, *args, **kwargs) -> None:
-        """TRL's model card, with a section on FP8."""
+        """Write TRL's model card, with a section on FP8."""
         super().create_model_card(*args, **kwargs)
         if self.recipe is None or not self.is_world_process_zero():
             return
@@ -159,7 +159,7 @@ class Saving:
         card.write_text(f"{text.rstrip()}\n\n{section}")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """TRL's; True, "true" and "auto" mean the last checkpoint that was written to its end, if there is one."""
+        """Train as TRL's trainer. True, "true" and "auto" mean the last whole checkpoint, if there is one."""
         folder = self.args.output_dir
         checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint)
         if str(resume_from_checkpoint).lower() in LAST:
@@ -184,7 +184,7 @@ class Saving:
             unlock_folder(folder)
 
     def save_model(self, *args, **kwargs) -> None:
-        """TRL's; a full disk is one sentence."""
+        """Save as TRL's trainer; a full disk is one sentence."""
         with explained_full_disk(self.args.output_dir):
             super().save_model(*args, **kwargs)
 
@@ -239,7 +239,7 @@ class Saving:
 
 @contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """Around what the main process writes: if it fails, every rank raises `RuntimeError`, `what` and the reason."""
+    """Raise `RuntimeError` on every rank if the block fails on the main process, with `what` and the reason."""
     failure = None
     try:
         yield

@@ -135,7 +135,7 @@ class Parser(TrlParser):
 
 
 class LaunchParser(CustomArgumentParser):
-    """What `accelerate launch` parses its words with, which raises `ValueError`, too."""
+    """The parser of `accelerate launch`, which raises `ValueError` for a mistake, too."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"accelerate launch: {message}")

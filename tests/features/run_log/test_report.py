@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from examples.demo_report import demo_table, plot_training, training_figure
 from trl_fp8.features.run_log.report import canvas
-from trl_fp8.features.run_log.report.series import moving
+from trl_fp8.features.run_log.report.curves import moving
 
 
 SUMMARY = {

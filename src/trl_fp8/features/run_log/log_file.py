@@ -12,11 +12,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 
 FILE = "fp8_run.jsonl"
+LAST = 10  # logged steps at either end over which a metric is averaged, so that one batch does not decide
 NEW = "fp8_run.new.jsonl"  # of a run whose first step is not done, where there is a file of an earlier run
 
 
@@ -48,7 +51,7 @@ def append(folder: str | Path, kind: str, row: Mapping[str, Any]) -> None:
 
 
 def settle(folder: str | Path) -> None:
-    """A step is done: the run's file takes the place of an earlier run's, which is kept under a number."""
+    """Give the run's file the name of an earlier run's, which gets a number. Call it when a step is done."""
     folder = Path(folder)
     new = folder / NEW
     if new.exists():
@@ -74,7 +77,7 @@ def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
 
 
 def earlier_logs(folder: str | Path) -> list[Path]:
-    """Files of the runs that were in the folder before, the oldest first."""
+    """Return the files of the runs that were in the folder before, the oldest first."""
     return sorted(filter(_number, Path(folder).glob("fp8_run.*.jsonl")), key=_number)
 
 
@@ -126,7 +129,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def file_of(path: str | Path) -> Path:
-    """The file of a run that is named by its folder or by the file."""
+    """Return the file of a run that is named by its folder or by the file."""
     path = Path(path)
     return path if path.name in (FILE, NEW) or _number(path) else path / FILE
 
@@ -154,3 +157,33 @@ def _parsed(line: bytes) -> dict:
     except (json.JSONDecodeError, UnicodeDecodeError):  # the process was killed while it wrote this line
         return {}
     return row if isinstance(row, dict) else {}
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Mean of a metric over consecutive logged steps."""
+
+    mean: float
+    steps: str  # which
+
+
+def series(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
+    """Return steps in order and their values, without NaN and Inf. Of a step logged twice the last value counts."""
+    logged = {row["step"]: row[key] for row in rows if "step" in row and row.get(key) is not None}
+    points = [(step, factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def ends(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[Stretch | None, Stretch | None]:
+    """Return the means of the first and the last logged steps: `LAST` of them, or half of what there is. A single step
+    is only the last.
+    """
+    steps, values = series(rows, key)
+    count = max(1, min(LAST, len(steps) // 2))
+    first = Stretch(fmean(values[:count]), span(steps[:count])) if len(steps) > 1 else None
+    return first, Stretch(fmean(values[-count:]), span(steps[-count:])) if steps else None
+
+
+def span(steps: Sequence[int]) -> str:
+    """Return `steps 1 to 3` for `[1, 2, 3]`."""
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"

@@ -59,7 +59,7 @@ class RunLog(Feature, TrainerCallback):
 
 
 def rollout_sample(ratio: LogRatio) -> dict[str, list | float]:
-    """The histogram and the pairs (trainer, rollout) of one rank's batch. Waits for the device once."""
+    """Return the histogram and the pairs (trainer, rollout) of one rank's batch. Waits for the device once."""
     scored = ratio.scored_BT.flatten().double()
     bins = ((ratio.values_BT.flatten() + LIMIT) * (BINS / (2 * LIMIT))).floor().long() + 1
     counts = scored.new_zeros(BINS + 2).scatter_add_(0, bins.clamp(0, BINS + 1), scored)

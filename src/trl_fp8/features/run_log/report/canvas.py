@@ -21,14 +21,14 @@ STYLES = ("-", "--", ":")  # of lines beyond the first six
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of `width` x `height` inches."""
+    """Return an empty figure of `width` x `height` inches."""
     figure = Figure(figsize=(width, height), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)  # a canvas of its own: no global backend, no open figure of the caller's is touched
     return figure
 
 
 def new_axes(height: float = 2.9) -> Axes:
-    """The only axes of a figure as wide as a phone, whose letters are still read there."""
+    """Return the only axes of a figure that is as wide as a phone, with letters that are read there."""
     return new_figure(4.4, height).subplots()
 
 
@@ -41,7 +41,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """`figure` as an `<svg>` element of a page, `name` being unique there. Letters stay letters, in the page's font.
+    """Return an `<svg>` element for a page, with a `name` unique there. Letters stay letters, in the page's font.
 
     The title is left to the page. Places are those that `save` has found, as finding them takes most of the time.
     """
@@ -65,7 +65,7 @@ def inline_svg(figure: Figure, name: str) -> str:
 
 
 def tidy(axes: Axes, title: str, x: str, y: str = "", legend: str | None = None) -> Figure:
-    """The figure of `axes`, with labels, a legend at that place, a light grid, no frame above and on the right."""
+    """Add labels, a legend at that place and a light grid; remove the frame above and right. Return the figure."""
     axes.set_title(title, fontsize=11, loc="left")
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)

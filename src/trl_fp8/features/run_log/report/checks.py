@@ -1,14 +1,13 @@
-"""Whether a run did what it was meant to do: the few questions that a report answers first."""
+"""Checks of a run: the few questions that a report answers first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from trl_fp8.features import registrations
-from trl_fp8.features.run_log.log_file import Run
+from trl_fp8.features.run_log.log_file import LAST, Run, ends, series
 
 from .results import duration, mismatch_key
-from .series import LAST, ends, series
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Check:
 
 
 def checks(run: Run) -> list[Check]:
-    """Checks that the run's file has data for."""
+    """Return the checks that the run's file has data for."""
     return [check for ask in (_delivered, _mismatch, _healthy, _saturated, _dead, _sync_share) for check in ask(run)]
 
 

@@ -1,13 +1,11 @@
 """Logged values over the steps: a panel each, a line a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from trl_fp8.features.run_log.log_file import Run
+from trl_fp8.features.run_log.log_file import Run, series
 from trl_fp8.features.run_log.report.canvas import RAW, SERIES, STYLES, TREND, Axes, Figure, new_axes, tidy
-
-from .series import moving, series
 
 
 Curves = Mapping[str, tuple[list[int], list[float]]]  # name of a line -> its steps and values
@@ -26,13 +24,13 @@ class Panel:
 
 
 def panel_figure(runs: Sequence[Run], panel: Panel) -> Figure | None:
-    """One panel of one run, or with a line for each of several; None if none has logged it."""
+    """Draw a panel of one run, or with a line for each of several. None if none has logged it."""
     found = {run.name: series(run.logs, panel.key, panel.factor) for run in runs}
     return lines_figure({name: points for name, points in found.items() if points[0]}, panel, list(found))
 
 
 def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure | None:
-    """`curves` in the title and unit of `panel`, each in the colour of its place in `names`. One alone has no name."""
+    """Draw `curves` under the title of `panel`, in the colours of their places in `names`. One has no label."""
     if not curves:
         return None
     axes = new_axes()
@@ -50,7 +48,7 @@ def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure |
 
 
 def draw_panel(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> Figure:
-    """One curve, with its median if it is steady, else with its moving mean."""
+    """Draw one curve, with its median if it is steady, else with its moving mean."""
     middle, window = median(values), max(5, len(values) // 10)
     marker = "." if len(values) <= 100 else None
     axes.plot(steps, values, color=RAW, linewidth=1, marker=marker, markersize=4, label="logged")
@@ -70,3 +68,8 @@ def _finish(axes: Axes, panel: Panel, values: Sequence[float]) -> Figure:
         axes.set_ylim(bottom=min(0.0, 1.1 * min(values)))
     unit = f"{panel.unit}, log scale" if is_log else panel.unit
     return tidy(axes, panel.title, "step", unit, legend="best")
+
+
+def moving(values: Sequence[float], window: int, middle: Callable[[Sequence[float]], float] = fmean) -> list[float]:
+    """Return the mean, or another `middle`, of each value and the `window - 1` before it; of fewer at the start."""
+    return [middle(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]

@@ -51,7 +51,7 @@ def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
 
 
 def _values(run: Run, index: int, folder: Path) -> dict[str, Any]:
-    """What the template shows of one run, which is the `index`-th of the page."""
+    """Return what the template shows of the `index`-th run of the page."""
     facts = run.facts
     plan = facts["plan"] or "Nothing is FP8: this run is TRL's own."
     return {
@@ -70,7 +70,7 @@ def _values(run: Run, index: int, folder: Path) -> dict[str, Any]:
 
 
 def _drawn(pictures: Sequence[Picture], folder: Path, place: str) -> list[dict[str, str]]:
-    """Those of `pictures` that have a figure, each also written as a PNG. No two of one title are in one `place`."""
+    """Write each picture that has a figure as a PNG. Return them for the page; titles are unique in a `place`."""
     drawn = []
     for picture in pictures:
         if picture.figure is not None:

@@ -1,15 +1,14 @@
-"""Which pictures a page has, in which order, and what each says to somebody who sees the words for the first time."""
+"""The pictures of a page in their order, each explained for somebody who sees the words for the first time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trl_fp8.features.run_log.log_file import Run
+from trl_fp8.features.run_log.log_file import Run, series
 from trl_fp8.features.run_log.report.canvas import Figure
 
 from .curves import Panel, lines_figure, panel_figure
 from .results import mismatch_key
 from .rollout_pictures import log_prob_figure, position_figure, ratio_figure, saturation_figure, scales_figure
-from .series import series
 
 
 REWARD = Panel("reward", "Reward", "reward", "Mean over the completions of a step.")
@@ -55,7 +54,7 @@ class Picture:
 
 
 def training_pictures(runs: Sequence[Run]) -> list[Picture]:
-    """How it went, a line a run."""
+    """Return the pictures of the training, a line a run."""
     apart = {run.name: series(run.logs, key) for run in runs if (key := mismatch_key(run))}
     mismatch = lines_figure(apart, MISMATCH, [run.name for run in runs])
     reward, length, time = (_logged(runs, panel) for panel in (REWARD, LENGTH, TIME))
@@ -63,7 +62,7 @@ def training_pictures(runs: Sequence[Run]) -> list[Picture]:
 
 
 def run_pictures(run: Run) -> dict[str, list[Picture]]:
-    """What only one run can show, under headings."""
+    """Return the pictures that only one run can show, by heading."""
     ratio = "Probability of each sampled token in the trainer over that in the engine; 1 is no mismatch."
     mismatch = [
         Picture("Importance ratio", ratio, ratio_figure(run)),

@@ -1,4 +1,4 @@
-"""What runs came to in a few figures, each with unit and steps, and in which settings they differ."""
+"""Results of runs in a few figures, each with unit and steps, and the settings in which runs differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trl_fp8.features.run_log.log_file import Run
+from trl_fp8.features.run_log.log_file import Run, ends, series, span
 from trl_fp8.recipe.messages import format_bytes
-
-from .series import ends, series, span
 
 
 PLACES = ("output_dir", "run_name")  # flags that differ because the runs do
@@ -28,7 +26,7 @@ class Result:
 
 
 def results(run: Run) -> list[Result]:
-    """What the run's file has data for."""
+    """Return the results that the run's file has data for."""
     facts, found = run.facts, []
     # The two that change as a run goes, at its end and at its beginning
     of_steps = (
@@ -62,14 +60,14 @@ def results(run: Run) -> list[Result]:
 
 
 def compared(runs: Sequence[Run]) -> Iterator[list[Result | None]]:
-    """A row of results: one for each run, None where it was not measured."""
+    """Yield rows of results: one for each run, None where it was not measured."""
     found = [{result.label: result for result in results(run)} for run in runs]
     for label in dict.fromkeys(label for each in found for label in each):
         yield [each.get(label) for each in found]
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Settings that are not the same in all of `runs` -> their values. A flag that was not given is `default`."""
+    """Return the settings that differ between runs, with their values. An absent flag is `default`."""
     settings = [_settings(run) for run in runs]
     names = dict.fromkeys(name for each in settings for name in each if name not in PLACES)
     rows = {name: [str(each.get(name, "default")) for each in settings] for name in names}
@@ -89,22 +87,23 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def mismatch_key(run: Run) -> str | None:
-    """Name under which the mismatch was logged; None if it was not measured."""
+    """Return the name under which the mismatch was logged; None if it was not measured."""
     return next((key for key in MISMATCH if series(run.logs, key)[0]), None)
 
 
 def model_name(facts: Mapping[str, Any]) -> str:
-    """A page is shown around: where the model lay on the run's machine need not be."""
+    """Return the model's name without its folder: a page is shown around."""
     model = Path(facts["model"])
     return model.name if model.is_absolute() else str(model)
 
 
 def summary(run: Run) -> str:
-    """What the run was, in a few sentences."""
+    """Return a few sentences on the run."""
     facts = run.facts
-    done, asked = max(row["step"] for row in run.logs), facts["flags"].get("max_steps", 0)
+    done = max(row["step"] for row in run.logs)
+    planned = facts["flags"].get("max_steps", 0)
     state = "finished" if any("train_runtime" in row for row in run.logs) else "not finished when this was written"
-    steps = f"{done:,} of {asked:,} steps" if asked > done else f"{done:,} step{'s' * (done != 1)}"
+    steps = f"{done:,} of {planned:,} steps" if planned > done else f"{done:,} step{'s' * (done != 1)}"
     weights = f"FP8 weights ({facts['weight_format']})" if facts.get("weight_format") else "weights in high precision"
     cache = "in high precision" if facts["kv_cache_dtype"] == "auto" else "in FP8"
     sampled = f"vLLM sampled the completions with {weights} and a KV cache {cache}" if facts["plan"] else ""
@@ -119,7 +118,7 @@ def summary(run: Run) -> str:
 
 
 def correction_name(facts: Mapping[str, Any]) -> str:
-    """`token-level importance weights, at most 2`."""
+    """Return a phrase such as `token-level importance weights, at most 2`."""
     correction = facts.get("correction")
     if not correction:
         return "none"
@@ -140,7 +139,7 @@ def duration(seconds: float) -> str:
 
 
 def _tokens_per_second(run: Run) -> float | None:
-    """Prompts' and completions' tokens of all processes, behind the first logged step."""
+    """Return the rate of prompts' and completions' tokens of all processes, behind the first logged step."""
     steps, tokens = series(run.logs, "num_tokens")
     timed, seconds = series(run.logs, "step_time")
     if len(steps) < 2:

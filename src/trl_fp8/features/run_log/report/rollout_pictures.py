@@ -1,4 +1,4 @@
-"""Of the rollouts: how far engine and trainer disagreed, and the scales of the FP8 KV cache."""
+"""Pictures of the rollouts: how far engine and trainer disagreed, and the scales of the FP8 KV cache."""
 
 from collections.abc import Callable
 from math import exp, isnan, log2, nan
@@ -12,7 +12,7 @@ POINTS = 4000  # of the scatter
 
 
 def ratio_figure(run: Run) -> Figure | None:
-    """Histogram of pi_trainer / pi_rollout, of all tokens and the last quarter's; None if none was recorded."""
+    """Draw the histogram of pi_trainer / pi_rollout, of all tokens and the last quarter's. None without data."""
     rows = [row for row in run.rollouts if "log_ratio_counts" in row]
     if not rows:
         return None
@@ -40,7 +40,7 @@ def ratio_figure(run: Run) -> Figure | None:
 
 
 def log_prob_figure(run: Run) -> Figure | None:
-    """Log-probs of the latest rollouts' tokens, trainer against engine; None if none was recorded."""
+    """Draw the log-probs of the latest rollouts' tokens, trainer against engine. None without data."""
     pairs: list[list[float]] = []
     for row in reversed(run.rollouts):
         pairs += row.get("log_probs", [])
@@ -58,7 +58,7 @@ def log_prob_figure(run: Run) -> Figure | None:
 
 
 def position_figure(run: Run) -> Figure | None:
-    """k3 estimate of KL(rollout, trainer) by position in the completion, first and second half of the run."""
+    """Draw the k3 estimate of KL(rollout, trainer) by position, first and second half of the run."""
     prefix = "mismatch/k3_kl/position_"
     rows = [row for row in run.logs if any(key.startswith(prefix) for key in row)]
     if not rows:
@@ -79,14 +79,14 @@ def position_figure(run: Run) -> Figure | None:
 
 
 def scales_figure(run: Run) -> Figure | None:
-    """log2 of the scales of q, k and v, blank in layers that have none; None if the KV cache was not FP8."""
+    """Draw log2 of the scales of q, k and v, blank in layers without any. None if the KV cache was not FP8."""
     return _heatmaps(
         run, "kv_scales", "qkv", "Scales of the KV cache", "log2 of the scale", lambda scale: log2(scale or nan)
     )
 
 
 def saturation_figure(run: Run) -> Figure | None:
-    """Share of k and v that their scale did not hold; None if that was not measured or never happened."""
+    """Draw the share of k and v that their scale did not hold. None if it was not measured or is zero."""
     if not any(share for row in run.rollouts for layer in row.get("kv_saturation", ()) for share in layer):
         return None
     return _heatmaps(run, "kv_saturation", "kv", "Clipped keys and values", "share of elements", float)
@@ -95,7 +95,7 @@ def saturation_figure(run: Run) -> Figure | None:
 def _heatmaps(
     run: Run, key: str, names: str, title: str, label: str, shown: Callable[[float], float]
 ) -> Figure | None:
-    """A map for each of `names`, one above the other: layers upwards, steps to the right; all share one colour bar."""
+    """Draw a map for each of `names`: layers upwards, steps to the right, with one colour bar for all."""
     rows = [row for row in run.rollouts if key in row]
     if not rows:
         return None
