@@ -63,6 +63,7 @@ test-quick: $(TESTABLE)  ## what needs no engine, for the inner loop
 lint: $(TESTABLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/proselint check --config proselint.json README.md CONTRIBUTING.md CHANGELOG.md docs/*.md benchmarks/claims/README.md
 
 format: $(TESTABLE)
 	$(BIN)/ruff check --fix .

@@ -63,7 +63,7 @@ trainer.train()
   lets the tokens of an image see each other; on a GPU Triton's attention is pinned, because FlashAttention 3 cannot do that.
 - **Scales.** KV scales come from passes that see the images. Before the first rollouts only token ids run, so the scales have the wider margin of prompts,
   and the first pass counts what they clip.
-- **Normalization.** The processor normalizes images for engine and trainer alike.
+- **Normalization.** The processor normalizes images for both engine and trainer.
 - **Not supported.** `fp8_forward="one_forward"` is refused, because the tower computes in the trainer's precision. Videos were not run.
 """  # noqa: E501
 
