@@ -11,8 +11,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from examples import addition_task, demo_report
-from examples.demo_report import Reference, headline, stored_reference
+from examples import addition_task
 from testing.processes import alone
 
 
@@ -88,51 +87,3 @@ def test_the_demo_prints_what_it_has_to_say_and_nothing_else(tmp_path):
 def pythonpath() -> str:
     """Of this process: the demo is to run the package under test, also where another one is installed."""
     return os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-SUMMARY = {
-    "reward_start": 0.25,
-    "reward_end": 0.8,
-    "mismatch_mean": 0.0062,
-    "weight_bytes_bf16": 2048,
-    "weight_bytes_engine": 1024,
-    "fp8_linears": 14,
-    "fp8_experts": 0,
-    "fp8_share": 0.9,
-    "kv_cache_dtype": "fp8",
-    "audit_failures": 0,
-    "steps": 40,
-}
-
-
-REACHED = ("reward_end", "mismatch_mean")
-
-
-def test_five_lines_stand_beside_what_bf16_rollouts_reach(monkeypatch):
-    monkeypatch.setattr(demo_report, "which", lambda name: name)
-    lines = headline(SUMMARY, Reference(0.85, 0.0012, "stored: 5 seeds, AVX512"), "outputs/demo").splitlines()
-    assert lines == [
-        "accuracy  0.250 -> 0.800; with BF16 rollouts 0.850 (stored: 5 seeds, AVX512)",
-        "mismatch  0.0062 nats between trainer and engine over 40 steps; with BF16 0.0012",
-        "FP8       14 layers and the KV cache; weights 2.0 KiB -> 1.0 KiB (90.0% FP8)",
-        "audits    0 differences found in the engine after 40 syncs",
-        "next      trl-fp8 report outputs/demo",
-    ]
-    assert all(len(line) <= 80 for line in lines)
-    sent = headline(SUMMARY | {"sync_bytes_median": 1536}, None, "x").splitlines()[3]
-    assert sent == "audits    0 differences found in the engine after 40 syncs of 1.5 KiB"
-    in_bf16 = SUMMARY | {"weight_bytes_bf16": None, "mismatch_mean": None}
-    assert headline(in_bf16, None, "x").splitlines()[1:] == [
-        "mismatch  not measured",
-        "FP8       nothing",
-        "audits    none, because nothing is FP8",
-        "next      trl-fp8 report x   (ARGS=--compare: BF16, too)",
-    ]
-
-
-def test_stored_runs_count_where_they_began_with_the_same_policy_and_took_as_many_steps():
-    for name, source in ("demo", "5 seeds, AVX2"), ("demo_avx512", "3 seeds, AVX512"):
-        record = json.loads((ROOT / "benchmarks" / "results" / f"{name}_cpu.json").read_text())
-        start, *reached = (record["results"]["bf16"][key]["median"] for key in ("reward_start", *REACHED))
-        assert stored_reference(start, 40) == (*reached, f"stored: {source}")
-        assert stored_reference(start, 50) is None and stored_reference(start + 0.01, 40) is None

@@ -4,10 +4,8 @@ at those sizes. Whether they fit is in tests/planning.
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from itertools import takewhile
 from pathlib import Path
@@ -159,15 +157,6 @@ def test_accelerate_reads_the_launcher(name):
     assert unknown_keys(launcher(name)) == []
 
 
-def test_a_misspelt_key_of_a_launcher_is_found(tmp_path):
-    broken, nested = tmp_path / "broken.yaml", tmp_path / "nested.yaml"
-    broken.write_text(launcher("ddp").read_text().replace("num_processes", "num_proceses"))
-    nested.write_text(launcher("fsdp2").read_text().replace("fsdp_version", "fsdp_verson"))
-    with pytest.raises(ValueError, match="num_proceses"):
-        load_config_from_file(str(broken))
-    assert unknown_keys(nested) == ["fsdp_verson"]
-
-
 @pytest.mark.parametrize("name, words", [(name, words) for name in LAUNCHERS for words in commands(launcher(name))])
 def test_the_launchers_command_starts_its_processes(name, words, monkeypatch):
     args, environment = launch_arguments(words, monkeypatch)
@@ -209,25 +198,6 @@ def test_deepspeed_is_stage_3_and_saves_whole_models(monkeypatch):
     assert plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
 
 
-@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name.startswith("cpu")])
-def test_launchers_for_cpu_do_not_promise_sharding(name):
-    config = load_config_from_file(str(launcher(name)))
-    assert config.use_cpu and config.distributed_type == DistributedType.MULTI_GPU
-
-
-def test_accelerate_still_ignores_fsdp_on_cpu():
-    """Why there is no cpu_fsdp2.yaml. If this fails, there can be one."""
-    code = (
-        "from accelerate import Accelerator; made = Accelerator(cpu=True); print(made.distributed_type, made.is_fsdp2)"
-    )
-    ranked = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | ranked | sharded, capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.split() == ["DistributedType.MULTI_CPU", "False"], done.stderr
-
-
 # Recipes
 
 
@@ -247,12 +217,6 @@ def test_the_recipe_is_parsed_as_written(name, world_size):
     assert made.steps_per_generation == updates * made.gradient_accumulation_steps
     assert made.vllm_max_model_length > made.max_completion_length
     assert processes % made.vllm_tensor_parallel_size == 0
-
-
-@pytest.mark.parametrize("name", OF_REAL_MODELS)
-def test_a_recipe_leaves_the_correction_to_the_command_line(name, world_size):
-    world_size(RECIPES[name][0])
-    assert parse(recipe(name), "--rollout_correction", "monitor")[1].correction.monitor_only
 
 
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
@@ -303,12 +267,6 @@ def test_more_machines_keep_the_batch(world_size, monkeypatch):
     assert parse(ROOT / config, *overrides)[1].generation_batch_size == single.generation_batch_size == 512
 
 
-def test_a_batch_with_part_of_a_group_is_refused(world_size):
-    world_size(8)
-    with pytest.raises(ValueError, match="divisible by num_generations"):
-        parse(recipe("qwen3_8b_base_8xh100"), "--num_generations", "24")
-
-
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
 def test_every_projection_of_the_model_is_fp8(name, monkeypatch):
     _, made, model_arguments, _ = parse(recipe(name))
@@ -326,22 +284,7 @@ def test_every_projection_of_the_model_is_fp8(name, monkeypatch):
     assert found.kv_cache_dtype == made.kv_cache_dtype
 
 
-def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
-    """As the recipe's comment says; the attention still fits."""
-    made = parse(recipe("qwen3_4b_1xh200"), "--vllm_tensor_parallel_size", "8")[1]
-    found = made.recipe_for(meta_model("Qwen/Qwen3-4B"))
-    assert {name.rpartition(".")[2] for name in found.fp8_modules} == set(ATTENTION)
-    assert {name.rpartition(".")[2] for name in found.kept_modules} == {"lm_head", *MLP}
-
-
 # examples/grpo_addition.py
-
-
-def test_the_demo_has_adapters_where_its_settings_say_so():
-    script = example("grpo_addition")
-    assert script.adapters(parse(recipe("grpo_addition"))[0]) is None
-    lora = script.adapters(parse(recipe("grpo_addition_lora"))[0])
-    assert (lora.r, lora.lora_alpha, lora.target_modules) == (8, 16, "all-linear")
 
 
 # examples/grpo_reasoning_gym.py

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -115,20 +114,6 @@ def test_the_demo_waits_for_nothing_that_only_tests_need(tmp_path):
     assert demo == ["--upgrade pip", f'{torch} --editable ".[cpu,report]"']
     assert test == [*demo, '--editable ".[dev,docs]"']
     assert [" ".join(line.split()) for line in on_gpu] == ["--upgrade pip", '--editable ".[cuda,report]"']
-
-
-def test_an_environment_that_make_did_not_build_is_used_or_left_alone(tmp_path):
-    for name in ("Makefile", "pyproject.toml"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for fits in (False, True):
-        (tmp_path / ".venv").mkdir()
-        for part in ("bin", "lib", "pyvenv.cfg") if fits else ():  # that of these tests
-            (tmp_path / ".venv" / part).symlink_to(Path(sys.prefix) / part)
-        words = ["make", "--silent", ".venv/.ready-cpu", "ENGINE=cpu"]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
-        assert (done.returncode == 0) == fits == (".venv, which make did not build" not in done.stderr)
-        assert (tmp_path / ".venv" / ".ready-cpu").exists() == fits and done.stdout == ""
-        shutil.rmtree(tmp_path / ".venv")
 
 
 def test_the_sdist_holds_what_a_build_needs(dist):

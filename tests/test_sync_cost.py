@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpu.dry_run import SHAPES
-from gpu.sync_cost import BLOCKS, CHECK, CHUNK, TRL, multi_tensor_launches
+from gpu.sync_cost import CHECK, TRL
 
 
 ROOT = Path(__file__).parents[1]
@@ -71,18 +71,3 @@ def test_the_page_shows_what_is_counted(counted):
     _, printed = counted
     table = printed[printed.index("| Qwen3-8B |") :].strip()
     assert table.count("\n") >= 10 and table in (ROOT / "docs" / "performance.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "depth", "launches"),
-    [
-        ([1] * 64, 2, 1),
-        ([1] * 65, 2, 2),
-        ([1] * 110, 1, 1),
-        ([CHUNK * BLOCKS], 2, 1),
-        ([CHUNK * BLOCKS + 1], 2, 2),
-        ([], 1, 0),
-    ],
-)
-def test_lists_are_divided_by_tensors_and_by_chunks(sizes, depth, launches):
-    assert multi_tensor_launches(sizes, depth) == launches

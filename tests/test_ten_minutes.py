@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -67,42 +66,6 @@ def test_a_failure_is_a_result_and_the_next_one_begins(results):
     assert tested["rows"] == outcomes and tested["exit_code"] == 0 and "error" not in tested
 
 
-@pytest.mark.parametrize(("first", "runs"), [(1e-6, 1), (1e-2, 2)])
-def test_what_is_not_exact_is_measured_without_the_compiler(first, runs, results):
-    depth = Experiment("depth", 20, (python(ROW % first), python(ROW % 0)), ten_minutes.is_exact)
-    code, found = results(depth)
-    assert code == 0 and len(found["depth"]["results"]["runs"]) == runs
-
-
-def test_results_are_packed_after_each_experiment_and_caches_are_not_among_them(results, tmp_path):
-    archive = tmp_path.parent / f"{tmp_path.name}.tgz"
-
-    def names():
-        with tarfile.open(archive) as packed:
-            return sorted(Path(name).name for name in packed.getnames())
-
-    look = f"print(open({str(archive)!r}).close() or 'there')"  # the second experiment finds the first one's archive
-    fill = "import os; open(os.environ['VLLM_CACHE_ROOT'] + '/compiled', 'w').write('x')"
-    one = Experiment("one", 20, (python(fill),), caches=True)
-    code, _ = results(one, Experiment("two", 20, (python(look),)), words=("--archive", str(archive)))
-    seen = names()
-    assert code == 0 and [name for name in seen if name.endswith(".json")] == [
-        f"first_{name}_{'gpu' if torch.cuda.is_available() else 'cpu'}.json" for name in ("one", "two")
-    ]
-    assert "compiled" not in seen and not list(tmp_path.rglob("compiled"))
-
-
-def test_it_says_first_what_comes_and_how_long_it_takes(results, capsys):
-    results(Experiment("one", 20, (python(),)), Experiment("two", 7, (python(),)))
-    assert capsys.readouterr().out.startswith("==== one 20 s, two 7 s; at most 510 s together\n")
-
-
-def test_what_there_is_no_time_for_is_said(results):
-    one, two = (Experiment(name, 20, (python(),)) for name in ("one", "two"))
-    code, found = results(one, two, words=("--limit", "5", "--only", "two"))
-    assert code == 1 and set(found) == {"two"} and "no time left" in found["two"]["results"]["error"]
-
-
 def test_its_commands_are_taken_by_what_they_call(monkeypatch):
     from benchmarks import bench_kernels, bench_rollout, bench_sync, measure_depth
 
@@ -123,18 +86,3 @@ def test_its_commands_are_taken_by_what_they_call(monkeypatch):
     assert decode.lengths == [1024, 16384] and decode.sequences == [64, 2] and decode.layers == 8
     variants = [bench_rollout.precision_and_variant(part)[1] for part in decode.precisions]
     assert variants == [None, "deep_gemm", "cutlass"]
-
-
-def test_kernels_that_fail_are_rows_and_the_rest_is_measured(monkeypatch, capsys):
-    """On CPU: the reference kernel's check, and torch's product."""
-    from benchmarks import bench_kernels
-    from trl_fp8.engine.vllm.gemms import Gemm
-
-    monkeypatch.setattr(sys, "argv", ["bench_kernels", "--size", "tiny", "--rows", "1", "3"])
-    bench_kernels.main()
-    found = [json.loads(line.removeprefix("ROW ")) for line in capsys.readouterr().out.splitlines() if "ROW" in line]
-    assert found[0] == {"check": "auto"} and [row["rows"] for row in found[1:]] == [1, 3]
-    monkeypatch.setattr(Gemm, "check", lambda self: 1 / 0)
-    with pytest.raises(SystemExit, match="1 rows have errors"):
-        bench_kernels.main()
-    assert '{"error": "ZeroDivisionError: division by zero"}' in capsys.readouterr().out
