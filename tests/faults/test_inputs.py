@@ -140,14 +140,14 @@ def test_the_longest_prompt_that_cuts_completions_is_warned_of_before_the_engine
         _tokenize_prompts=lambda prompts: ([[0] * (60 if prompts == [prompt] else 10)], None, {}),
     )
     PartialState()
-    Syncs._require_longest_prompt(SimpleNamespace(trainer=trainer))
+    Syncs._warn_of_long_prompts(SimpleNamespace(trainer=trainer))
     assert "the longest prompt has 60 tokens, and its completions end after 4 of max_comp" in caplog.text
     assert "raise vllm_max_model_length to 68" in caplog.text
     caplog.clear()
     trainer.train_dataset = rows.add_column("image", [None] * 3)  # of how many tokens TRL will know
-    Syncs._require_longest_prompt(SimpleNamespace(trainer=trainer))
+    Syncs._warn_of_long_prompts(SimpleNamespace(trainer=trainer))
     trainer.train_dataset = iter(rows)
-    Syncs._require_longest_prompt(SimpleNamespace(trainer=trainer))
+    Syncs._warn_of_long_prompts(SimpleNamespace(trainer=trainer))
     assert caplog.text == ""
 
 

@@ -23,6 +23,12 @@ def run_facts(trainer: Any) -> dict:
     recipe = trainer.recipe
     plan = trainer.plan
     weights = recipe if recipe and recipe.fp8_weights else None
+
+    # The flags that TRL does not have, and those whose default is another one here
+    trl_config = next(base for base in type(args).__mro__ if base.__module__.startswith("trl."))
+    with_own_default = {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")}
+    inherited = {item.name for item in fields(trl_config)} - with_own_default
+    own_flags = [item.name for item in fields(args) if item.name not in inherited]
     return {
         "method": trainer.trl_class()._name,
         "model": trainer.model.config.name_or_path,
@@ -41,7 +47,7 @@ def run_facts(trainer: Any) -> dict:
         "trainer": trainer_precision(trainer),
         "each_sync_sends": "the policy's weights",
         "fp8_weights_written": "at every sync",
-        "fp8_flags": _own_flags(args),
+        "fp8_flags": {name: getattr(args, name) for name in own_flags},
         "flags": _changed_flags(args),
         "processes": trainer.accelerator.num_processes,
         "hardware": hardware(),
@@ -89,15 +95,6 @@ def hardware() -> str:
     return (
         f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     )
-
-
-def _own_flags(args: Any) -> dict:
-    """Return the flags that TRL does not have, and those whose default is another one here."""
-    trl_config = next(base for base in type(args).__mro__ if base.__module__.startswith("trl."))
-    inherited = {item.name for item in fields(trl_config)}
-    resolved = {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")}
-    names = [item.name for item in fields(args) if item.name not in inherited - resolved]
-    return {name: getattr(args, name) for name in names}
 
 
 def _changed_flags(args: Any) -> dict:

@@ -182,17 +182,12 @@ class Feature:
 
 
 @contextmanager
-def inside(managers: Iterable[AbstractContextManager]) -> Iterator[None]:
-    """Enter the context managers in order, creating each one only after the previous was entered."""
-    with ExitStack() as around:
-        for manager in managers:
-            around.enter_context(manager)
-        yield
-
-
-def as_rollouts_saw(features: Iterable[Feature]) -> AbstractContextManager[None]:
+def as_rollouts_saw(features: Iterable[Feature]) -> Iterator[None]:
     """Enter `Feature.as_rollouts_saw` of all features."""
-    return inside(feature.as_rollouts_saw() for feature in features)
+    with ExitStack() as stack:
+        for feature in features:
+            stack.enter_context(feature.as_rollouts_saw())
+        yield
 
 
 @dataclass

@@ -1,7 +1,6 @@
-"""`Syncs`: what the engine is told before it generates, which prompts it takes, and metrics of its syncs."""
+"""`Syncs`: tells the engine what it generates for, refuses empty prompts, and logs metrics of its syncs."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,30 @@ class Syncs(Feature, TrainerCallback):
         self._logged: dict[bool, SyncReport] = {}  # in training, and in evaluation
         self._dead: set[str] = set()
         self._occasion: tuple[int, int, int] | None = None  # of the latest generation
-        self._require_longest_prompt()
+        self._warn_of_long_prompts()
 
-    def _require_longest_prompt(self) -> None:
-        """Refuse now what `before_turn` would refuse in the middle of a run. It alone knows prompts with images, and
-        those whose tools differ.
-        """
+    def _warn_of_long_prompts(self) -> None:
+        """Warn if the longest prompt leaves too little of the context for its completions."""
         trainer = self.trainer
-        most, budget = trainer.args.vllm_max_model_length, trainer.args.max_completion_length
+        most = trainer.args.vllm_max_model_length
+        budget = trainer.args.max_completion_length
         if most is None or trainer.environment_factories is not None or trainer.rollout_func is not None:
             return
-        if not (prompt := longest_prompt(trainer.train_dataset)):
+        dataset = trainer.train_dataset
+        columns = dataset.column_names if isinstance(dataset, Dataset) else ()
+        if "prompt" not in columns or {"image", "images"}.intersection(
+            columns
+        ):  # TRL knows how many tokens images have
+            return
+
+        def characters(prompt: str | list[dict] | None) -> int:
+            texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt or ()]
+            return sum(map(len, texts))
+
+        prompt = max(dataset["prompt"][:], key=characters, default=None)  # row by row it takes 40 times as long
+        if not prompt:
             return
         (prompt_ids,) = trainer._tokenize_prompts([prompt])[0]
-        require_prompts([prompt_ids], most)
         if len(prompt_ids) + budget > most:
             logger.warning(
                 f"vllm_max_model_length={most}: the longest prompt has {len(prompt_ids)} tokens, and its completions "
@@ -77,14 +86,21 @@ class Syncs(Feature, TrainerCallback):
         trainer.vllm_generation.begin(occasion, keep_weights)
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
-        require_prompts(prompt_ids, self.trainer.args.vllm_max_model_length)
+        empty = sum(not prompt for prompt in prompt_ids)
+        if empty:
+            raise ValueError(
+                f"{empty} of {len(prompt_ids)} prompts are empty: there is no token to continue from. Filter them out "
+                "of train_dataset, or put a system message before them."
+            )
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
+        sync = self.trainer.vllm_generation.last_sync
+        training = self.trainer.model.training
         if self._logged.get(training) is sync:
             return
         self._logged[training] = sync
-        if new := [name for name in sync.dead_blocks if name not in self._dead]:
+        new = [name for name in sync.dead_blocks if name not in self._dead]
+        if new:
             self._dead.update(new)
             dead = listed(f"{name} ({sync.dead_blocks[name]} blocks)" for name in new)
             logger.warning(
@@ -106,8 +122,9 @@ class Syncs(Feature, TrainerCallback):
             Path(folder, PINNED).write_text(json.dumps(self.trainer.vllm_generation.pinned))
 
     def load(self, folder: str) -> None:
-        """Engines start before a trainer is told what it resumes from: all that is left is to say so."""
-        path, now = Path(folder, PINNED), self.trainer.vllm_generation.pinned
+        """Warn of another engine. It started before the trainer knew what it resumes from, and cannot be changed."""
+        path = Path(folder, PINNED)
+        now = self.trainer.vllm_generation.pinned
         before = json.loads(path.read_text()) if path.exists() else {}
         if before and before != now:
             logger.warning(
@@ -115,31 +132,3 @@ class Syncs(Feature, TrainerCallback):
                 "round elsewhere, so that the run does not continue exactly as it would have. With "
                 f"vllm_engine_kwargs={before} it does."
             )
-
-
-def longest_prompt(dataset: object) -> str | list[dict] | None:
-    """The prompt with most characters of a dataset whose rows are at hand; None if they are not, or have images."""
-    columns = set(dataset.column_names) if isinstance(dataset, Dataset) else set()
-    if "prompt" not in columns or columns & {"image", "images"}:
-        return None
-
-    def characters(prompt: str | list[dict] | None) -> int:
-        texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt or ()]
-        return sum(map(len, texts))
-
-    return max(dataset["prompt"][:], key=characters, default=None)  # row by row it takes 40 times as long
-
-
-def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:
-    """Raise `ValueError` for prompts without tokens, or with more than the engine's context holds (None: unknown)."""
-    if empty := sum(not prompt for prompt in prompt_ids):
-        raise ValueError(
-            f"{empty} of {len(prompt_ids)} prompts are empty: there is no token to continue from. Filter them out of "
-            "train_dataset, or put a system message before them."
-        )
-    longest = max(map(len, prompt_ids), default=0)
-    if max_model_length is not None and longest > max_model_length:
-        raise ValueError(
-            f"vllm_max_model_length={max_model_length}, but a prompt has {longest} tokens, and its completion comes "
-            "on top. Raise vllm_max_model_length, or filter long prompts out of train_dataset."
-        )

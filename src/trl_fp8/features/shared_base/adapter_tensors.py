@@ -80,9 +80,17 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
             if which is None:
                 yield name, tensor
             else:
-                _require_room(slots.get(name), name, tensor.shape[0 if which == A else 1])
+                slot = slots.get(name)
+                rank = tensor.shape[0 if which == A else 1]
+                if slot is None or rank > slot.rank:
+                    room = "none" if slot is None else f"room for rank {slot.rank}"
+                    raise ValueError(
+                        f"fp8_base=True: the active adapter has rank {rank} at {name}, where the engine has {room}: "
+                        "it was made for the adapters that the policy had then. Add adapters before the trainer is "
+                        "made."
+                    )
                 due.discard((name, which))
-                yield f"{name}.{which}.weight", slots[name].placed(which, tensor)
+                yield f"{name}.{which}.weight", slot.placed(which, tensor)
     except Exception:
         for _ in trained:  # gathered together: other ranks wait for this one
             pass
@@ -122,15 +130,6 @@ def _in_force(model: nn.Module, parameters: Iterable[Named]) -> Iterator[tuple[s
             yield layer, None, tensor
         elif adapter == active:
             yield layer, which, tensor.detach() * layers[layer].scaling[adapter] if which == B else tensor.detach()
-
-
-def _require_room(slot: Slot | None, layer: str, rank: int) -> None:
-    if slot is None or rank > slot.rank:
-        room = "none" if slot is None else f"room for rank {slot.rank}"
-        raise ValueError(
-            f"fp8_base=True: the active adapter has rank {rank} at {layer}, where the engine has {room}: it was made "
-            "for the adapters that the policy had then. Add adapters before the trainer is made."
-        )
 
 
 def _adapted(model: nn.Module) -> dict[str, LoraLayer]:

@@ -84,7 +84,10 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
             shapes = {A: (module.input_size_per_partition, width), B: (width, module.output_size_per_partition)}
             for which, shape in shapes.items():
                 module.add_module(ADAPTERS[which], AdapterLinear(which, layers, rank, shape, prefix))
-            module.quant_method = _with_adapter(module.quant_method)
+            # An instance of the same class, and of `_WithAdapter` before it, with the same attributes
+            method = object.__new__(_with_adapter(type(module.quant_method)))
+            vars(method).update(vars(module.quant_method))
+            module.quant_method = method
     if missing:
         raise ValueError(
             f"fp8_base=True: the engine's {type(model).__name__} has no linear layer for adapters of "
@@ -92,15 +95,8 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
         )
 
 
-def _with_adapter(method: QuantizeMethodBase) -> QuantizeMethodBase:
-    """Return an instance of the same class, and of `_WithAdapter` before it, with the same attributes."""
-    copy = object.__new__(_subclass(type(method)))
-    vars(copy).update(vars(method))
-    return copy
-
-
 @cache
-def _subclass(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
+def _with_adapter(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
     return type(cls.__name__, (_WithAdapter, cls), {"__module__": cls.__module__})
 
 
