@@ -117,3 +117,36 @@ def test_a_link_to_a_file_that_does_not_exist_fails_the_build(tmp_path):
         [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode != 0 and "index.md links to ../src/gone.py" in done.stderr
+
+
+def headings(text: str) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    found = set()
+    for heading in re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)```.*?```", "", text)):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
+        found |= {re.sub(r"\s", "-", words), re.sub(r"[-\s]+", "-", words)}
+    return found
+
+
+def broken_links(path: Path) -> list[str]:
+    """Return the links of a page in the repository whose file or heading does not exist."""
+    broken = []
+    for target, heading in re.findall(
+        r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)", re.sub(r"(?s)```.*?```", "", path.read_text())
+    ):
+        file = path.parent / target if target else path
+        if not file.exists() or (heading and file.suffix == ".md" and heading not in headings(file.read_text())):
+            broken.append(f"{target}#{heading}")
+    return broken
+
+
+def test_no_link_in_the_repository_is_broken(tmp_path):
+    """Pages off the site, and headings that they or the site link to, too; mkdocs sees neither."""
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    pages = [ROOT / name for name in listed.split() if (ROOT / name).exists()]
+    assert len(pages) > 20
+    assert {path.name: broken for path in pages if (broken := broken_links(path))} == {}
+    (tmp_path / "a.md").write_text(
+        "# A b\n[one](#a-b) [two](#a-c) [three](b.md) [four](a.md#a-b) [five](https://x.org/#y)\n"
+    )
+    assert broken_links(tmp_path / "a.md") == ["#a-c", "b.md#"]

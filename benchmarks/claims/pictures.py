@@ -35,6 +35,7 @@ STYLES = {
     ("tis", "fp16_emulated"): ":",
 }
 MARKERS = {"1x1": "o", "3x1": "^", "1x4": "s", "3x4": "D"}
+READ_AS = {"e4m3": "FP8 linears", "e4m3_kv": "FP8 linears and KV cache"}  # names of arms, in words
 LEAST = 1e-7  # k3 that is less is drawn here
 PANELS = 3  # beside each other
 COLOURS = 128
@@ -96,8 +97,9 @@ def plot_curves(runs: Runs, path: str | Path) -> Path:
                 _curve(axes, of)
         title = f"{number}: {claim.title} ({names.task(claim.test.arm)})"
         tidy(axes, title, "generations", "held-out accuracy" if axes in panels[:, 0] else "")
+        axes.set_ylim(0, 0.8)
         if axes.lines:
-            axes.legend(frameon=False, fontsize=7, loc="best")
+            axes.legend(frameon=False, fontsize=7, loc="lower right")
         else:
             axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", color="#777777")
             axes.set_xticks([])
@@ -117,7 +119,9 @@ def _curve(axes: Axes, of: Sequence[Run]) -> None:
     cell, generations = of[0].cell, sorted(of[0].accuracies)
     values = [[run.accuracies[generation] for run in of] for generation in generations]
     colour, style = OF_ROLLOUTS[cell.rollouts], STYLES[cell.correction, cell.precision]
-    means, label = list(map(fmean, values)), f"{names.short(cell.arm)} ({len(of)})"
+    rollouts, *rest = names.short(cell.arm).split(" ")
+    label = " ".join([READ_AS.get(rollouts, rollouts), *rest, f"({len(of)})"])
+    means = list(map(fmean, values))
     axes.plot(generations, means, style, color=colour, linewidth=1.6, label=label)
     if len(of) >= FEWEST:
         low, high = ([interval(each)[end] for each in values] for end in ("low", "high"))
