@@ -38,7 +38,7 @@ def rows(options: argparse.Namespace) -> Iterator[Callable[[], dict]]:
     """What makes each row, in order."""
     from trl_fp8.engine.vllm.cpu.reference_linear import register_cpu_kernel
     from trl_fp8.engine.vllm.gemms import Gemm
-    from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.engine.vllm.platform import platform_of
     from trl_fp8.quantization.codec.kernel_check import require_exact_kernels
     from trl_fp8.recipe.from_model import outline_of
     from trl_fp8.recipe.recipe import recipe_for_model

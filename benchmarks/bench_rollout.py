@@ -80,7 +80,7 @@ def start(options: argparse.Namespace, folder: str):
 
     from trl_fp8.engine.vllm.gemms import pinned_gemm
     from trl_fp8.engine.vllm.part import EnginePart
-    from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.engine.vllm.platform import platform_of
     from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
     from trl_fp8.features.shared_base.engine_adapters import adapters_installed
     from trl_fp8.planning.plan import plan_for_model
@@ -146,8 +146,7 @@ def kernels_of(model: nn.Module, part: str) -> dict:
     Raises:
         RuntimeError: They are not those of `part`: vLLM falls back to others where one does not take a layer.
     """
-    from trl_fp8.engine.vllm.auditable import require_auditable
-    from trl_fp8.engine.vllm.numerics import fp8_kernels
+    from trl_fp8.engine.vllm.numerics import fp8_kernels, require_auditable
 
     found, expected = dict(fp8_kernels(model)), KERNELS.get(precision_and_variant(part)[1])
     if expected is not None and set(found) != {expected}:

@@ -7,7 +7,7 @@
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
 shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, for each
 kernel of linears that could be chosen, and with the kernels left to vLLM; the CUDA model of it on fake tensors, its
-weights processed as after a load; what engine/vllm/{auditable,layout,kv_scales}.py say to it. With the pinned ones
+weights processed as after a load; what engine/vllm/{numerics,layout}.py say to it. With the pinned ones
 also: names that are held are compared with those that a sync sends, and a decoder layer is called with prompts and
 with single tokens.
 
@@ -165,7 +165,7 @@ def _prepared(choice: str, policy: "PreTrainedModel") -> AbstractContextManager[
     """In the block an engine of this project starts as it would, but for the checks that compute."""
     import torch
 
-    from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.engine.vllm.platform import platform_of
     from trl_fp8.features.one_forward.engine_invariance import invariant_on_cuda
 
     shared = choice == FOLLOWED and platform_of(torch.device("cuda")).flash_attention == 3
@@ -177,9 +177,9 @@ def _candidates(policy: "PreTrainedModel") -> list[str]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from trl_fp8.engine.vllm.auditable import why_linear_unverifiable
     from trl_fp8.engine.vllm.gemms import CHECKED, CHECKED_ROWS, Gemm
-    from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.engine.vllm.numerics import why_linear_unverifiable
+    from trl_fp8.engine.vllm.platform import platform_of
 
     device, recipe = torch.device("cuda"), recipe_of(policy)
     candidates = [] if recipe.fp8_modules else ["auto"]
@@ -279,7 +279,7 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
     import torch
     from vllm.engine.arg_utils import EngineArgs
 
-    from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.engine.vllm.platform import platform_of
     from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 
     ours = platform_of(torch.device("cuda")).arguments(
@@ -307,13 +307,13 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", policy: "PreTrainedModel") -> None:
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-    from trl_fp8.engine.vllm.auditable import require_auditable
     from trl_fp8.engine.vllm.numerics import (
         activation_scaling,
         attention_layers,
         fp8_experts,
         fp8_kernels,
         quantizes_query,
+        require_auditable,
     )
     from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers
     from trl_fp8.recipe.from_model import caches_of

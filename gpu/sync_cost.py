@@ -208,7 +208,7 @@ def vllm_model(folder: str, recipe: "FP8Recipe", config) -> nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from trl_fp8.engine.vllm.cpu_platform import Cpu
+    from trl_fp8.engine.vllm.platform import Cpu
 
     sizes = {"max_num_seqs": 8, "max_model_len": 1024}
     platform = Cpu()

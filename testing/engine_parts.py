@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.engine.vllm.platform import platform_of
 from trl_fp8.features.one_forward.engine_invariance import CUDA
 from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.quantization.codec.e4m3 import E4M3

@@ -24,7 +24,7 @@ from vllm.platforms.cpu import CpuPlatform
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
-from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.engine.vllm.platform import platform_of
 from trl_fp8.export.export import published
 from trl_fp8.features.kv_cache.engine_scales import EngineScales, write_kv_scales
 from trl_fp8.features.one_forward.engine_kernels import KernelsPart

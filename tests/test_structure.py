@@ -72,7 +72,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("scripts/arguments.py", "*.help"): "transformers' text on a flag that takes more here",
     ("scripts/grpo.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
     ("engine/vllm/cpu/reference_linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
-    ("engine/vllm/images.py", "processor._apply_prompt_updates"): "vLLM calls it, and asks nobody",
+    ("engine/vllm/generation.py", "processor._apply_prompt_updates"): "vLLM calls it, and asks nobody",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("*", "rollouts.metrics"): "the same",
     ("features/*", "trainer.recipe"): "the run's, which two features resolve before the engine starts",

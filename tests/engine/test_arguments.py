@@ -14,9 +14,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from testing import tiny_models
 from trl_fp8.engine.vllm import platform
-from trl_fp8.engine.vllm.cpu_platform import Cpu
 from trl_fp8.engine.vllm.layout import engine_layout
-from trl_fp8.engine.vllm.platforms import Cuda, platform_of
+from trl_fp8.engine.vllm.platform import Cpu, Cuda, platform_of
 from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.quantization.formats import TENSOR

@@ -18,7 +18,7 @@ from testing.reference_experts import ReferenceExperts
 from trl_fp8.engine.vllm.cpu import reference_linear as cpu_linear
 from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
 from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
-from trl_fp8.engine.vllm.cpu_platform import KERNELS
+from trl_fp8.engine.vllm.platform import CPU_KERNELS
 from trl_fp8.quantization.codec.blockwise import quantize_activation, quantize_weight
 from trl_fp8.quantization.codec.e4m3 import E4M3, saturating_cast_
 from trl_fp8.upstream.vllm import forget_choices
@@ -27,7 +27,7 @@ from trl_fp8.upstream.vllm import forget_choices
 pytestmark = pytest.mark.engine
 
 ROWS = 200
-CONFIG = KERNELS.arguments()["compilation_config"]
+CONFIG = CPU_KERNELS.arguments()["compilation_config"]
 SIZES = {"aligned": 1024, "ragged": 900}  # of the sums: FP32 orders them by what a vector holds
 
 

@@ -132,8 +132,7 @@ def test_near_dead_experts_serve_finite_log_probs_and_are_reported(checkpoint, s
 
 
 def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint, started, monkeypatch):
-    from trl_fp8.engine.vllm.auditable import require_auditable
-    from trl_fp8.engine.vllm.numerics import fp8_experts
+    from trl_fp8.engine.vllm.numerics import fp8_experts, require_auditable
 
     model = engine_model(started(checkpoint("qwen3_moe")).llm)
     require_auditable(model)

@@ -13,7 +13,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
 from testing import engines, tiny_models
-from trl_fp8.engine.vllm import gemms, nvcc
+from trl_fp8.engine.vllm import gemms
 from trl_fp8.engine.vllm.cpu.reference_linear import ReferenceFp8BlockKernel, register_cpu_kernel
 from trl_fp8.engine.vllm.gemms import Gemm, fastest, pinned_gemm
 from trl_fp8.engine.vllm.numerics import SMALL_BATCH, kernel_scaling
@@ -373,7 +373,7 @@ def test_shapes_are_those_of_one_ranks_shards():
 
 @pytest.mark.parametrize("found", [None, "/usr/local/cuda/bin/nvcc"])
 def test_a_host_without_nvcc_is_told_what_it_loses(found, monkeypatch, caplog):
-    monkeypatch.setattr(nvcc.shutil, "which", lambda name, path=None: found)
+    monkeypatch.setattr(gemms.shutil, "which", lambda name, path=None: found)
     first, second = kernels(deep_gemm=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken = RuntimeError("cannot compile")
     assert fastest([first, second], SHAPES, [DECODING]) is second
@@ -389,7 +389,7 @@ def cuda_hosts(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "restored after the test")
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(nvcc, "TOOLKIT", str(tmp_path / "cuda"))
+    monkeypatch.setattr(gemms, "TOOLKIT", str(tmp_path / "cuda"))
     site = tmp_path / "site-packages"
     monkeypatch.setattr(sys, "path", [str(site)])
 
@@ -402,11 +402,11 @@ def cuda_hosts(tmp_path, monkeypatch):
 
 def test_pips_nvcc_is_used_where_there_is_no_other(cuda_hosts, monkeypatch):
     site, install = cuda_hosts
-    assert not nvcc.find_nvcc() and "CUDA_HOME" not in os.environ
+    assert not gemms.find_nvcc() and "CUDA_HOME" not in os.environ
     install(site / "nvidia" / "cu13" / "bin")
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
     for _ in range(2):
-        assert nvcc.find_nvcc()
+        assert gemms.find_nvcc()
         assert os.environ["CUDA_HOME"] == str(site / "nvidia" / "cu13")
         assert os.environ["NVCC_APPEND_FLAGS"] == "-lineinfo -DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
 
@@ -417,7 +417,7 @@ def test_a_hosts_own_nvcc_is_left_alone(place, cuda_hosts, tmp_path, monkeypatch
     install(site / "nvidia" / "cu13" / "bin")
     install(tmp_path / place)
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "mine"))
-    assert nvcc.find_nvcc()
+    assert gemms.find_nvcc()
     assert "CUDA_HOME" not in os.environ and "NVCC_APPEND_FLAGS" not in os.environ
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_fp8.engine.vllm.cpu.reference_attention import _see_whole
-from trl_fp8.engine.vllm.images import leave_image_tokens, require_awake, require_same_prompts
+from trl_fp8.engine.vllm.generation import leave_image_tokens, require_awake, require_same_prompts
 
 
 IMAGE, TEXT = 64, 5

@@ -22,9 +22,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import other_models
-from trl_fp8.engine.vllm.cpu_platform import Cpu
 from trl_fp8.engine.vllm.environment import classes_derived, configs_kept
 from trl_fp8.engine.vllm.layout import _dealt, _joined, engine_layout
+from trl_fp8.engine.vllm.platform import Cpu
 from trl_fp8.export.export import published
 from trl_fp8.recipe import names, servable
 from trl_fp8.recipe.families import FAMILIES, family_of, types_with

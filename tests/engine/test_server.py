@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_
 
 from testing import engines, tiny_models
 from testing.processes import alone, free_port
-from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.engine.vllm.platform import platform_of
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.weight_stream import weight_stream

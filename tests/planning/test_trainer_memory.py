@@ -16,7 +16,7 @@ from testing import published, tiny_models
 from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.features.one_forward.between import FollowedFusedMLP, FollowedMLP
 from trl_fp8.planning.trainer_memory import Setup, engine_adapters, trainer_memory
-from trl_fp8.policy.own_gradient import own_gradient
+from trl_fp8.policy.swapped import own_gradient
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import recipe_for

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, GenerationConfi
 from testing import other_models, published, tiny_models
 from trl_fp8 import FP8GRPOConfig
 from trl_fp8.commands.cli import main
-from trl_fp8.engine.vllm.platforms import Cuda
+from trl_fp8.engine.vllm.platform import Cuda
 from trl_fp8.features.kv_cache.kv_cache_flags import KVCacheFlags
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of

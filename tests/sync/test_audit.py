@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from testing import engines
-from trl_fp8.engine.vllm.auditable import require_auditable
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
-from trl_fp8.engine.vllm.numerics import attention_layers
+from trl_fp8.engine.vllm.numerics import attention_layers, require_auditable
 from trl_fp8.features.kv_cache.engine_scales import write_kv_scales
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.sync import writer

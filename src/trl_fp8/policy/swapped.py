@@ -1,13 +1,43 @@
-"""Modules of a policy that stay the objects they are and compute something else: only their class is exchanged.
+"""Parts of a policy that are computed in another way, in place: its modules, one function's value, its output head.
 
-So parameters, names, state dict, hooks, PEFT wrappers and sharding stay as they are.
+Modules stay the objects they are, and only their class is exchanged (`swap`). So parameters, names, state dict, hooks,
+PEFT wrappers and sharding stay as they are.
+
+`own_gradient` is the engine's value with the policy's own gradient: what straight-through means for anything but a
+large GEMM.
+
+    forward    y = engine(x)                                  on the engine's tensors; x is all that is kept
+    backward   d policy(x, parameters) / d (x, parameters)    of the policy's own, unquantized computation, in FP32
+
+The backward computes the policy's forward once more. For norms, rotary embeddings and activation functions that is
+cheap, experts have nothing cheaper; linear layers, attention and the output head have backwards of their own.
+
+The output head is the one place where log-probs are made, by TRL's fused function or by another (`scored_by`). TRL's
+never makes the logits of all tokens at once: it projects and folds them tile by tile. What scores in its place does
+the same, `TOKENS` at a time, and may take its logits from elsewhere (`Feature.logits`).
+
+Shape letters: T tokens, K hidden size, V vocabulary.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 
-from torch import nn
+import torch
+import trl.trainer.utils as trl_utils
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
+
+from trl_fp8.upstream.patches import substituted
+
+
+TOKENS = 256  # whose logits over the whole vocabulary are held at a time
+
+# The policy's weight `[V, K]` and bias `[V]` or None -> what makes logits `[T, V]` of hidden states `[T, K]`
+Logits = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+Outputs = Tensor | tuple[Tensor, ...]
 
 
 class HoldsCodes:
@@ -64,3 +94,73 @@ def _as_before(module: nn.Module, protocol: int) -> tuple:
 
 def _empty(cls: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
+
+
+def own_gradient(
+    engine: Callable[..., Outputs],
+    policy: Callable[..., Outputs],
+    *inputs: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> Outputs:
+    """`engine(*inputs)`, whose gradients are those of `policy(*inputs)` in `dtype`; outputs have the same shapes."""
+    return _OwnGradient.apply(engine, policy, dtype, *inputs)
+
+
+def with_value(own: Tensor, value: Tensor) -> Tensor:
+    """`value`, whose gradient goes to `own`."""
+    return _WithValue.apply(own, value)
+
+
+@contextmanager
+def holding(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """Inside the block the module has these tensors in the place of its parameters."""
+    held = dict(module._parameters)
+    try:
+        module._parameters.update(parameters)
+        yield
+    finally:
+        module._parameters.clear()
+        module._parameters.update(held)
+
+
+class _OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, engine, policy, dtype, *inputs):
+        ctx.policy, ctx.dtype = policy, dtype
+        ctx.save_for_backward(*inputs)
+        return engine(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        needed, saved = ctx.needs_input_grad[3:], ctx.saved_tensors
+        inputs = [
+            tensor.detach().to(ctx.dtype).requires_grad_(need) if tensor.is_floating_point() else tensor
+            for tensor, need in zip(saved, needed, strict=True)
+        ]
+        kind = gradients[0].device.type
+        with torch.enable_grad(), torch.autocast(kind, enabled=False):
+            outputs = ctx.policy(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [(out, dy.to(out.dtype)) for out, dy in zip(outputs, gradients, strict=True) if out.requires_grad]
+        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        values, dys = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(values, wanted, dys, allow_unused=True))
+        made = (next(found) if need else None for need in needed)
+        given = zip(made, saved, strict=True)
+        return None, None, None, *(None if gradient is None else gradient.to(of.dtype) for gradient, of in given)
+
+
+class _WithValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own, value):
+        return value.to(own.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def scored_by(head: object) -> AbstractContextManager[None]:
+    """Let `head` score inside the block, in place of TRL's function, of which `apply` is all that is called."""
+    return substituted(trl_utils, "_ChunkedLogProbFunction", head)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from trl_fp8.engine.kernels import EngineKernels
     from trl_fp8.engine.protocol import EngineNumerics
-    from trl_fp8.policy.head import Logits
+    from trl_fp8.policy.swapped import Logits
 
     from .batch import Batch, Rollouts
 

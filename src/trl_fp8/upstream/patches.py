@@ -44,7 +44,7 @@ register(
             "commands/train.py",
             "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",
         ),
-        "trl.trainer.utils._ChunkedLogProbFunction": ("policy/head.py", "TRL's output head calls it by this name."),
+        "trl.trainer.utils._ChunkedLogProbFunction": ("policy/swapped.py", "TRL's output head calls it by this name."),
         "transformers.core_model_loading.set_param_for_module": (
             "policy/stored_weights.py",
             "It puts new parameters into a model that has an optimizer.",
@@ -54,7 +54,7 @@ register(
             "engine/vllm/environment.py",
             "It gives the policy's class another base.",
         ),
-        "torch.ops._C.init_cpu_memory_env": ("engine/vllm/cpu_platform.py", "It warns where nothing is bound."),
+        "torch.ops._C.init_cpu_memory_env": ("engine/vllm/platform.py", "It warns where nothing is bound."),
     },
 )
 register(
@@ -138,7 +138,7 @@ register(
         "trl.GRPOTrainer._last_loaded_step": ("run/syncs.py", "TRL takes weights of one step for the same."),
         "torch.nn.Module": ("policy/swapped.py", "The class of what computes: names and state_dict stay."),
         "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
-            "engine/vllm/images.py",
+            "engine/vllm/generation.py",
             "It repeats image tokens that are there.",
         ),
         "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (

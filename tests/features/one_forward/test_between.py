@@ -8,7 +8,7 @@ from torch import nn
 from testing import tiny_models
 from testing.fake_engine import followed
 from trl_fp8.features.one_forward.between import RotaryCall, side_by_side
-from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
+from trl_fp8.policy.swapped import holding, own_gradient, with_value
 
 
 def randn(*shape, seed=0, dtype=torch.bfloat16):

@@ -20,7 +20,7 @@ from trl_fp8.features.one_forward.between import (
     RotaryCall,
 )
 from trl_fp8.features.one_forward.followed_head import followed_head
-from trl_fp8.policy.own_gradient import with_value
+from trl_fp8.policy.swapped import with_value
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.upstream.patches import substituted
 

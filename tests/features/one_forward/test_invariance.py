@@ -16,8 +16,7 @@ from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import engines
-from trl_fp8.engine.vllm import cpu_platform
-from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.engine.vllm.platform import CPU_KERNELS, platform_of
 from trl_fp8.features.one_forward import engine_invariance as invariance
 from trl_fp8.features.one_forward.engine_invariance import (
     CUDA,
@@ -52,7 +51,7 @@ def switched_on(monkeypatch):
 
 
 @pytest.mark.usefixtures("switched_on")
-@pytest.mark.parametrize("points", [Invariance(cpu_platform.KERNELS), CUDA], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("points", [Invariance(CPU_KERNELS), CUDA], ids=["cpu", "cuda"])
 def test_vllm_takes_what_is_pinned(points):
     points.require(config(points))
 

@@ -10,8 +10,7 @@ from vllm.outputs import CompletionOutput
 
 from testing import engines, tiny_models
 from testing.rollouts import agreement, sample
-from trl_fp8.engine.vllm.cpu_platform import Cpu
-from trl_fp8.engine.vllm.platforms import Cuda
+from trl_fp8.engine.vllm.platform import Cpu, Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.features.router_replay import engine_routes as routes
 from trl_fp8.features.router_replay.engine_routes import RouteLog, RouterCapture, returned_routes

@@ -9,8 +9,7 @@ from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput, SamplingMask
 
 from testing import tiny_models
-from trl_fp8.engine.vllm.cpu_platform import Cpu
-from trl_fp8.engine.vllm.platforms import Cuda
+from trl_fp8.engine.vllm.platform import Cpu, Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.features.truncated_sampling.engine_survivors import SurvivorLog, returned_survivors
 from trl_fp8.recipe.recipe import FP8Recipe

@@ -10,7 +10,7 @@ from testing import engines
 from testing.runs import arguments, recorded, rows, training
 from trl_fp8.features.truncated_sampling.truncated_head import truncated_head
 from trl_fp8.features.truncated_sampling.truncation import OfBatch, Truncation
-from trl_fp8.policy.head import scored_by
+from trl_fp8.policy.swapped import scored_by
 
 
 pytestmark = pytest.mark.engine

@@ -16,9 +16,8 @@ from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.sync.writer import Named
 from trl_fp8.upstream import vllm as upstream
 
-from .auditable import require_auditable
 from .layout import SCALES, Added, engine_layout
-from .numerics import activation_scaling, fp8_kernels, quantizes_query
+from .numerics import activation_scaling, fp8_kernels, quantizes_query, require_auditable
 
 
 class ColocatedEngine:

@@ -9,6 +9,9 @@
 All ranks of a job take the same kernel: what one fails, none takes, and the slowest rank's time counts.
 """
 
+import os
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,9 +42,7 @@ from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .auditable import why_linear_unverifiable
-from .numerics import SMALL_BATCH, kernel_scaling
-from .nvcc import find_nvcc
+from .numerics import SMALL_BATCH, kernel_scaling, why_linear_unverifiable
 
 
 logger = get_logger(__name__)
@@ -55,6 +56,10 @@ WITHOUT_NVCC = (
     ". This host has no nvcc, so it loses DeepGEMM, often the fastest kernel on Hopper; another one runs FP8 linears. "
     "Run: pip install 'nvidia-cuda-nvcc==13.*' nvidia-cuda-cccl, or set CUDA_HOME to a toolkit with nvcc 13, or go on."
 )
+TOOLKIT = "/usr/local/cuda"  # where DeepGEMM looks last
+# pip's nvcc can be newer than the CUDA headers that torch pins beside it. CCCL refuses such a pair unless this is set;
+# DeepGEMM's kernels compile with it
+ANY_PAIR = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
 Agree = Callable[[list[float]], list[float]]  # the largest of each over all ranks of the job; a collective
 
 
@@ -293,3 +298,19 @@ def _uneven(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor
     factors = torch.exp2(torch.randint(4, (-(-rows // 128), columns // 128), generator=generator).float())
     spread = factors.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
     return (torch.randn(rows, columns, generator=generator) * spread).bfloat16()
+
+
+def find_nvcc() -> bool:
+    """Return whether DeepGEMM finds nvcc, the CUDA compiler. If pip's is the only one, set CUDA_HOME for good.
+
+    Call it before DeepGEMM is imported: it looks for nvcc then, and reads the flags each time it compiles a kernel.
+    """
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
+    if any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home))):
+        return True
+    pips = [f"{folder}/nvidia/cu13" for folder in sys.path if shutil.which("nvcc", path=f"{folder}/nvidia/cu13/bin")]
+    if pips:
+        flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} {ANY_PAIR}".strip()
+        os.environ.update(CUDA_HOME=pips[0], NVCC_APPEND_FLAGS=flags)
+        logger.info(f"DeepGEMM compiles with pip's nvcc: CUDA_HOME={pips[0]}, NVCC_APPEND_FLAGS={flags!r}")
+    return bool(pips)

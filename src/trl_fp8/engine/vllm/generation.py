@@ -15,7 +15,10 @@ import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
+from vllm import LLM
+from vllm.multimodal.processing.processor import MultiModalPromptUpdates, PlaceholderFeaturesInfo
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.recipe.from_model import of_adapter, outline_of
@@ -32,10 +35,8 @@ from trl_fp8.upstream.patches import substituted
 
 from .colocated import ColocatedEngine
 from .gemms import pinned_gemm
-from .images import leave_image_tokens, require_awake, require_same_prompts
 from .part import EnginePart
-from .platform import Platform
-from .platforms import platform_of
+from .platform import Platform, platform_of
 from .policy_weights import PolicyWeights, adapters_of_parameters, merged, reshard
 from .rollout_llm import RolloutLLM
 
@@ -284,3 +285,48 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         return lost
+
+
+def leave_image_tokens(llm: LLM) -> None:
+    """Make vLLM leave prompts as they are that have all tokens of their images; it completes others.
+
+    TRL's processor writes as many image tokens as an image has embeddings, which is what the trainer's forward needs.
+    vLLM 0.31 takes the first of them for a placeholder and writes all of them once more, so that rollouts would come
+    from another prompt than the one that is scored.
+    """
+    if (processor := llm.renderer.mm_processor) is None:
+        return
+    complete = processor._apply_prompt_updates
+
+    def located(
+        token_ids: list[int], updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], dict[str, list[PlaceholderFeaturesInfo]]]:
+        found = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(found.get(modality, ())) == len(items) for modality, items in updates.items()):
+            return token_ids, found
+        return complete(token_ids, updates)
+
+    processor._apply_prompt_updates = located
+
+
+def require_awake(config: PretrainedConfig) -> None:
+    """Raise `ValueError` for a model whose engine keeps, beside its weights, what a sleep takes and no sync brings."""
+    if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
+        raise ValueError(
+            f"vllm_enable_sleep_mode=True with a model of type {config.model_type!r}: vLLM adds tensors that lose "
+            "what they hold in its sleep to the states of the first layers, with images or without. Set "
+            "vllm_enable_sleep_mode=False."
+        )
+
+
+def require_same_prompts(sent: list[list[int]], returned: list[list[int]]) -> None:
+    """Raise `RuntimeError` if the engine continued other prompts than those that the trainer scores."""
+    other = [number for number, pair in enumerate(zip(sent, returned, strict=True)) if list(pair[0]) != list(pair[1])]
+    if other:
+        first = other[0]
+        raise RuntimeError(
+            f"vLLM continued {len(other)} of {len(sent)} prompts with other tokens than the trainer scores, the first "
+            f"with {len(returned[first])} instead of {len(sent[first])}: its processor divides images otherwise than "
+            "processing_class. Save processing_class into the model's folder, or give vLLM its settings: "
+            "vllm_engine_kwargs={'mm_processor_kwargs': {...}}."
+        )

@@ -1,7 +1,13 @@
-"""`EngineNumerics` and attention layers of a started vLLM, read off the modules of its model."""
+"""The FP8 layers and attention layers of a started vLLM: how they compute, and whether a sync can write them.
 
-from collections import Counter
+A sync writes e4m3 codes `[N, K]` and FP32 scales, one for each block, into a layer's own parameters, and nothing
+converts them afterwards. So they have to be stored in this order, and the kernel has to read them anew in each call:
+`require_auditable` looks at what an engine's layers hold after its start.
+"""
 
+from collections import Counter, defaultdict
+
+import torch
 from torch import nn
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
 from vllm.model_executor.layers.attention import Attention, MLAAttention
@@ -9,11 +15,23 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from trl_fp8.quantization.formats import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.formats import (
+    ACTIVATION_AMAX_FLOOR,
+    FLOORED_SCALE_AMAX,
+    FORMATS,
+    ActivationScaling,
+    format_stored,
+)
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import HELD
 
 
 # Rows below which vLLM's dynamic kernel runs FlashInfer's (swapAB), and from which it runs DeepGEMM's
 SMALL_BATCH = 32
+# vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. No tensor shows that a
+# kernel has no copy of its own: it was read in vLLM's source
+AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
@@ -74,3 +92,72 @@ def kernel_scaling(kernel: object, rows: int = SMALL_BATCH) -> ActivationScaling
 def _kernels(model: nn.Module) -> list:
     methods = [module.quant_method for module in model.modules() if isinstance(module, LinearBase)]
     return [method.fp8_linear for method in methods if getattr(method, "fp8_linear", None) is not None]
+
+
+def require_auditable(model: nn.Module) -> None:
+    """Raise `RuntimeError` unless each FP8 layer of a started engine holds weight and scales as a sync writes them."""
+    found = defaultdict(list)
+    for name, module in model.named_modules():
+        if reason := _why_unverifiable(module):
+            found[reason].append(name)
+    if found:
+        layers = (f"{why} ({len(names)} layers, first {names[0]})" for why, names in found.items())
+        reasons = listed(layers, 4, "\n  ")
+        raise RuntimeError(
+            f"delivery to FP8 kernels that vLLM chose cannot be verified:\n  {reasons}\nRemove linear_backend and "
+            "moe_backend from vllm_engine_kwargs, so that a kernel is chosen that can be, or name one: "
+            "{'linear_backend': 'cutlass', 'deep_gemm' (Hopper) or 'triton'}, for experts {'moe_backend': 'triton'}."
+        )
+
+
+def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
+    """What about a linear kernel, or about what its layer holds, keeps a sync from writing to it; None if nothing."""
+    name = type(kernel).__name__
+    spec = format_stored(layer.weight_block_size)
+    if spec is None:
+        return f"{name} has blocks of {layer.weight_block_size}, which no format has"
+    shape = layer.output_size_per_partition, layer.input_size_per_partition
+    weight, scale = _meta(E4M3, *shape), _meta(torch.float32, *spec.scale_shape(shape))
+    if spec.weight_block is None:  # vLLM keeps the weight transposed, and its scale without dims
+        weight, scale = weight.t(), _meta(torch.float32)
+    expected = {"weight": weight, f"weight{spec.scale_suffix}": scale}
+    return _why_not_as_sent(name, layer, expected) or _why_not_known(name)
+
+
+def _why_unverifiable(module: nn.Module) -> str | None:
+    method = getattr(module, "quant_method", None)
+    if isinstance(module, LinearBase) and getattr(method, "fp8_linear", None) is not None:
+        return why_linear_unverifiable(method.fp8_linear, module)
+    if isinstance(module, RoutedExperts) and isinstance(method, Fp8MoEMethod):
+        name, spec, expected = str(method.fp8_backend), format_stored(method.weight_block_size), {}
+        if reason := _why_not_known(name):  # some have other dimensions
+            return reason
+        for weight in (f"{fused}_weight" for fused in HELD):
+            shape = getattr(module, weight).shape
+            scale = _meta(torch.float32, *spec.scale_shape(shape))
+            expected |= {weight: _meta(E4M3, *shape), f"{weight}{spec.scale_suffix}": scale}
+        return _why_not_as_sent(name, module, expected)
+    return None
+
+
+def _why_not_known(name: str) -> str | None:
+    if name in AUDITABLE_KERNELS:
+        return None
+    return f"{name} is not known to read weight and scales anew in each call, and to keep them in the order of a sync"
+
+
+def _why_not_as_sent(name: str, layer: nn.Module, expected: dict[str, torch.Tensor]) -> str | None:
+    for attribute, sent in expected.items():
+        if (held := getattr(layer, attribute, None)) is None:
+            return f"{name} keeps no {attribute}"
+        if (held.dtype, held.shape, held.stride()) != (sent.dtype, sent.shape, sent.stride()):
+            return f"{name} keeps {attribute} as {_words(held)}, sent is {_words(sent)}"
+    return None
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _words(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"

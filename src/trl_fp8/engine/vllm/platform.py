@@ -1,4 +1,4 @@
-"""`Platform`: what vLLM is told wherever it runs, and what CPU and CUDA add to that.
+"""`Platform`: vLLM's arguments on any device, and what CUDA and CPU add to them.
 
 The engine starts from dummy weights with the recipe's `quantization_config` in the model's config: TRL syncs the whole
 policy before the first rollout. Kernels and attention backend are pinned, because vLLM's own choice takes some whose
@@ -8,22 +8,79 @@ weights or scales could not be written in place. Those of linears are chosen by 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
+import torch
 from transformers import PretrainedConfig
+from vllm.config import VllmConfig
 
+from trl_fp8.quantization.codec.kernel_check import require_exact_kernels
 from trl_fp8.recipe.families import family_of
+from trl_fp8.recipe.from_model import caches_of
+from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
+from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import forget_choices
 
 from .environment import classes_derived, configs_kept, environment_kept
 from .part import EnginePart
 
 
-ENTRY = "trl_fp8"  # of vLLM's `additional_config`
+NAME = "trl_fp8"  # this package, as an entry of vLLM's `additional_config` and a provider of its IR operations
+NORMS = "rms_norm", "fused_add_rms_norm"
+# Passes of vLLM's compiler that put such an operation into one kernel with its neighbours
+FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_qk_norm_rope_fusion"
+# Elements of a latent without its rotated rest: of as many, FP8 tiles fit into the smaller blocks of Ada and of 12.x
+LATENT_IN_99_KIB = 256
+BLOCK = 128  # tokens per KV cache block on CPU
+
+
+@dataclass(frozen=True)
+class SeparateKernels:
+    """Settings under which vLLM runs each operation as a kernel of its own, and rounds where that kernel does.
+
+    Left to itself, vLLM lets Inductor or a fused kernel compute a residual sum and its norm, SiLU and product, or a
+    rotary embedding in one go, and nobody outside has anything to call that gives those bits. A custom operation is
+    opaque to the compiler, so that the separate kernels run, a few more per layer; in what Inductor still fuses, such
+    as residual sums, `emulate_precision_casts` keeps the roundings of BF16 arithmetic.
+    """
+
+    norms: str  # provider of vLLM's IR operations `NORMS`
+    custom_ops: dict[str, bool]  # other operations -> True for vLLM's custom operation, False for its torch path
+
+    def arguments(self) -> dict[str, object]:
+        """Return arguments for `vllm.LLM(...)`."""
+        priority = {name: [self.norms] for name in NORMS}
+        compilation = {
+            "custom_ops": ["all", *(f"-{name}" for name, custom in self.custom_ops.items() if not custom)],
+            "pass_config": dict.fromkeys(FUSIONS, False),
+            "inductor_compile_config": {"emulate_precision_casts": True},
+        }
+        return {"kernel_config": {"ir_op_priority": priority}, "compilation_config": compilation}
+
+    def undone(self, config: VllmConfig) -> list[str]:
+        """Return the settings of a running engine under which it runs other kernels."""
+        found = []
+        for name in NORMS:
+            priority = getattr(config.kernel_config.ir_op_priority, name)
+            if priority[0] != self.norms:
+                found.append(f"kernel_config ir_op_priority.{name}={priority}")
+        compilation = config.compilation_config
+        for name, custom in self.custom_ops.items():
+            if compilation.is_custom_op_enabled(name) != custom:
+                difference = f"{'without' if custom else 'with'} {name}"
+                found.append(f"compilation_config custom_ops={compilation.custom_ops} ({difference})")
+        if compilation.mode:  # 0: nothing is compiled
+            fused = [name for name in FUSIONS if getattr(compilation.pass_config, name)]
+            found += [f"compilation_config pass_config.{name}=True" for name in fused]
+            if not compilation.inductor_compile_config.get("emulate_precision_casts"):
+                found.append("compilation_config inductor_compile_config without emulate_precision_casts")
+        return found
 
 
 class Platform(ABC):
@@ -33,7 +90,7 @@ class Platform(ABC):
 
     @abstractmethod
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
-        """vLLM's kernels for FP8 linears that may be taken, see `gemms.pinned_gemm`."""
+        """Return vLLM's kernels for FP8 linears that may be taken, see `gemms.pinned_gemm`."""
 
     def arguments(
         self,
@@ -50,11 +107,11 @@ class Platform(ABC):
         `recipe` and `config` are the policy's, `max_num_seqs` and `max_model_len` as TRL sets them; None is the
         model's own context length. `user`: `vllm_engine_kwargs`, which win over what is pinned, setting by setting.
         """
-        user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
-        arguments["additional_config"] = traced()
-        # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
+        user = user or {}
+        arguments = {"load_format": "dummy", "dtype": "bfloat16", "additional_config": traced()}
+        # vLLM would make dummy weights of what it normalizes images with; the trainer's processor normalizes already
         arguments["mm_device_do_normalize"] = False
-        # also where nothing is FP8: the folder's config may say how its own weights are quantized
+        # Also where nothing is FP8: the folder's config may say how its own weights are quantized
         text = config.get_text_config()
         fields = family_of(text.model_type).engine_fields(text.to_dict())
         arguments["hf_overrides"] = fields | {"quantization_config": recipe.quantization_config}
@@ -69,40 +126,165 @@ class Platform(ABC):
 
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
-        """Engines that are started inside the block find what they need."""
+        """Prepare the process for the start of an engine inside the block."""
         forget_choices()
         with environment_kept(), configs_kept(), classes_derived(recipe), self._kernels_ready():
             yield
 
     @abstractmethod
     def _kernels_ready(self) -> AbstractContextManager[None]:
-        """Inside the block engines find the platform's kernels."""
+        """Register the platform's kernels for engines that start inside the block."""
 
     @abstractmethod
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
 
 
-def _merged(ours: dict, further: dict) -> dict:
-    """Settings over ours; a dictionary within does not replace ours as a whole."""
-    both = [name for name in ours.keys() & further if isinstance(ours[name], dict) and isinstance(further[name], dict)]
-    return ours | further | {name: _merged(ours[name], further[name]) for name in both}
+@dataclass(frozen=True)
+class Cuda(Platform):
+    """An NVIDIA GPU of one generation: vLLM's own kernels, those whose tensors a sync can write and read back."""
+
+    capability: tuple[int, int]  # e.g. (9, 0)
+    flash_attention: int | None = None  # the version that vLLM runs on it; None: none
+
+    name = "cuda"
+
+    def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
+        only = recipe.format.linear_backend
+        swapped = ("flashinfer_cutlass",) if self.capability == (9, 0) else ()  # DeepGEMM, FlashInfer below 32 rows
+        return (only,) if only else ("cutlass", "deep_gemm", *swapped, "triton")
+
+    def _kernels_ready(self) -> AbstractContextManager[None]:
+        require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
+        return nullcontext()
+
+    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
+        major, minor = self.capability
+        if recipe.quantization_config is not None and self.capability < (8, 9):
+            raise ValueError(
+                f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r} on a GPU of compute "
+                f"capability {major}.{minor}, which has no units for e4m3: vLLM would store FP8 and compute in BF16. "
+                "FP8 starts with Ada (8.9) and Hopper (9.0). Switch it off: fp8_weights=False, kv_cache_dtype='auto'."
+            )
+        # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
+        # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
+        attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
+        if recipe.decoder == WRAPPED and family_of(config.model_type).sees_images_whole:
+            attention = "TRITON_ATTN"
+        if latent := getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query
+            attention = "TRITON_MLA"
+            if recipe.fp8_kv_cache and latent > LATENT_IN_99_KIB and major in (8, 12):
+                raise ValueError(
+                    f"kv_cache_dtype={recipe.kv_cache_dtype!r} with latents of {latent} elements (kv_lora_rank) on a "
+                    f"GPU of compute capability {major}.{minor}: vLLM's kernel for FP8 latents (TRITON_MLA) needs 100 "
+                    "KiB of shared memory for a block, the GPU has 99. BF16 latents fit: set kv_cache_dtype='auto'."
+                )
+        # FlashInfer, again, keeps a copy of attention sinks
+        pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
+        arguments = {"attention_backend": attention} if pinned else {}
+        # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
+        return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
+
+
+# The reference kernels are separate ones: no fused kernel of vLLM's takes their place
+CPU_KERNELS = SeparateKernels(norms=NAME, custom_ops={"rotary_embedding": False})
+
+
+class Cpu(Platform):
+    """The engine of development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
+
+    name = "cpu"
+
+    def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
+        return ("auto",)  # the reference kernel stands first
+
+    @contextmanager
+    def _kernels_ready(self) -> Iterator[None]:
+        # They import what vLLM builds for CPU alone
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        from .cpu.delta_net import register_cpu_delta_net
+        from .cpu.latent import ReferenceLatentAttention
+        from .cpu.ops import register_cpu_ops
+        from .cpu.reference_attention import ReferenceAttention, overridden
+        from .cpu.reference_experts import register_cpu_experts
+        from .cpu.reference_linear import register_cpu_kernel
+
+        register_cpu_kernel()
+        register_cpu_experts()
+        register_cpu_ops()
+        register_cpu_delta_net()
+        with (
+            _memory_bound_quietly(),
+            overridden(AttentionBackendEnum.CPU_ATTN, ReferenceAttention),
+            overridden(AttentionBackendEnum.CPU_MLA, ReferenceLatentAttention),
+        ):
+            yield
+
+    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
+        itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
+        caches = caches_of(config, mamba_ssm_dtype="float32")
+        token = max(cache.elements for cache in caches) * itemsize or 1  # 1: no layer caches k and v
+        state = max(cache.state_bytes for cache in caches)
+        block = BLOCK * max(1, -(-state // (BLOCK * token)))  # vLLM: no state is larger than a block
+        blocks = -(-(length or config.max_position_embeddings) // block) + 1
+        per_seq = sum(block * token * (blocks if cache.elements else 2) for cache in caches)
+        # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
+        budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
+        arguments = {"enforce_eager": True, "kv_cache_memory_bytes": budget} | CPU_KERNELS.arguments()
+        # States are those of single tokens (cpu/delta_net.py): BF16 would round each. vLLM keeps some between prompts,
+        # each as large as a block
+        hybrid = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if state else {}
+        latent = {"attention_backend": "CPU_MLA"} if caches[0].is_latent else {}
+        return arguments | hybrid | latent
+
+
+def platform_of(device: torch.device | None = None) -> Platform:
+    """Return the platform of `device`; None: CUDA if there is a GPU. `ValueError` for other kinds of device."""
+    kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return Cpu()
+    if kind == "cuda":
+        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+        return Cuda(torch.cuda.get_device_capability(), get_flash_attn_version())
+    raise ValueError(
+        f"the trainer runs on {kind!r}: FP8 rollouts run on NVIDIA GPUs, and on CPU (use_cpu=True) to try them. "
+        f"Elsewhere train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS}."
+    )
+
+
+def _merged(settings: dict, overrides: dict) -> dict:
+    """Return `settings` with `overrides`; dictionaries within are merged likewise."""
+    merged = settings | overrides
+    for name in settings.keys() & overrides:
+        if isinstance(settings[name], dict) and isinstance(overrides[name], dict):
+            merged[name] = _merged(settings[name], overrides[name])
+    return merged
 
 
 def traced(**further: object) -> dict[str, dict]:
-    """`additional_config` for `vllm.LLM(...)`; `further`: what else of this run the traced code depends on.
+    """Return `additional_config` for `vllm.LLM(...)`; `further`: what else of this run the traced code depends on.
 
     vLLM looks for compiled code under a hash of its environment variables, its config and the model's class, and does
     not trace the model again where it finds some. Kernels and layers of ours that are registered in place of vLLM's
     change what is traced and stand in none of these. `additional_config` is hashed, and nobody reads this entry. A
     part that changes what is traced adds to it.
     """
-    return {ENTRY: {"source": _source(), **further}}
+    return {NAME: {"source": _source(), **further}}
 
 
 @cache
 def _source() -> str:
-    """Digest of this package: another version of it, or an edited one, may trace something else."""
+    """Return a digest of this package: another version of it, or an edited one, may trace something else."""
     digest, folder = hashlib.sha256(), Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _memory_bound_quietly() -> AbstractContextManager[None]:
+    """Keep vLLM from binding memory on a host with one NUMA node: it would warn of that in C++, past logging."""
+    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
+        return nullcontext()
+    torch.ops._C.init_cpu_memory_env  # looked up once, so that it stands in the namespace  # noqa: B018
+    return substituted(torch.ops._C, "init_cpu_memory_env", lambda nodes: None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import Rotary
-from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
+from trl_fp8.policy.swapped import holding, own_gradient, with_value
 
 
 class FollowedNorm:

@@ -1,6 +1,6 @@
 """Settings of vLLM that let a trainer share an engine's kernels: no compiler fuses them, no batch changes a row.
 
-`engine.vllm.separate_kernels` keeps the compiler from fusing kernels. Batch invariance means that a kernel gives a row
+`SeparateKernels` keep the compiler from fusing kernels. Batch invariance means that a kernel gives a row
 the same bits whatever rows are beside it. On CPU the reference kernels do so. On CUDA vLLM's switch does for most
 kernels (gpu/NOTES.md): unquantized linears, the output head, routers and experts then run Triton kernels. It
 leaves three things to this file and engine_flash_attention.py:
@@ -41,7 +41,7 @@ from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from trl_fp8.engine.vllm.environment import environment_kept
-from trl_fp8.engine.vllm.separate_kernels import SeparateKernels
+from trl_fp8.engine.vllm.platform import SeparateKernels
 from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.messages import listed
 from trl_fp8.upstream.patches import patch, substituted

@@ -26,7 +26,7 @@ from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
-from trl_fp8.engine.vllm.platform import Platform
+from trl_fp8.engine.vllm.platform import CPU_KERNELS, Platform
 from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 from trl_fp8.quantization.formats import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -291,8 +291,4 @@ class SharedKernelsPart(KernelsPart):
 
 
 def invariance_of(platform: Platform) -> Invariance:
-    if platform.name == "cuda":
-        return CUDA
-    from trl_fp8.engine.vllm.cpu_platform import KERNELS
-
-    return Invariance(KERNELS)
+    return CUDA if platform.name == "cuda" else Invariance(CPU_KERNELS)

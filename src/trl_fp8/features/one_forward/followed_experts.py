@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
-from trl_fp8.policy.swapped import HoldsCodes
+from trl_fp8.policy.swapped import HoldsCodes, holding, own_gradient, with_value
 from trl_fp8.recipe.names import TRANSFORMERS
 from trl_fp8.upstream.patches import substituted
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 
-from trl_fp8.policy.head import TOKENS
+from trl_fp8.policy.swapped import TOKENS
 
 from .followed_linear import tokens_of
 from .one_forward import OneForward
@@ -20,7 +20,7 @@ OPTIONAL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # in the o
 
 
 def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return a function of hidden states `[T, K]` that returns the engine's logits `[T, V]`; see `policy.head.Logits`.
+    """Return a function of hidden states `[T, K]` that returns the engine's logits `[T, V]`; see `swapped.Logits`.
 
     The engine multiplies by its own copy of `weight`.
     """

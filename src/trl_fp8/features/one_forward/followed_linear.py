@@ -33,8 +33,7 @@ from torch.nn.functional import ScalingType
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.engine.kernels import Linear
-from trl_fp8.policy.own_gradient import with_value
-from trl_fp8.policy.swapped import HoldsCodes
+from trl_fp8.policy.swapped import HoldsCodes, with_value
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.quantization.formats import BLOCK, BLOCKS, FormatSpec, ScaleFormat

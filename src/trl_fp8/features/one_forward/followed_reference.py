@@ -14,9 +14,9 @@ from functools import cached_property
 
 import torch
 
-from trl_fp8.policy.head import scored_by
 from trl_fp8.policy.hook import hook_of
 from trl_fp8.policy.model import transformers_model
+from trl_fp8.policy.swapped import scored_by
 from trl_fp8.quantization.codec.digest import Table
 from trl_fp8.recipe.messages import listed
 from trl_fp8.sync.audit import ReduceMax

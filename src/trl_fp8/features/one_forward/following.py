@@ -22,9 +22,8 @@ from transformers import TrainerCallback
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.policy.head import Logits, scored_by
 from trl_fp8.policy.hook import hook_of
-from trl_fp8.policy.swapped import release
+from trl_fp8.policy.swapped import Logits, release, scored_by
 from trl_fp8.run.batch import Batch, Rollouts, quotient
 from trl_fp8.run.feature import Feature, as_rollouts_saw
 

@@ -1,6 +1,6 @@
 """Flags of one forward: whether the trainer computes as the engine does, its gradients, and its memory in a plan.
 
-The backward computes each MLP's act(gate) * up once more, in FP32 (policy/own_gradient.py): seven tensors
+The backward computes each MLP's act(gate) * up once more, in FP32 (policy/swapped.py): seven tensors
 `[tokens, intermediate]` at once, eight where gate and up are one linear. For experts it takes the weights of a layer
 in BF16, and makes their gradients in BF16 before they become FP32. A reference keeps its weights a second time, in the
 form in which the engine holds the policy's: codes, scales and BF16.

@@ -12,8 +12,8 @@ from accelerate.logging import get_logger
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.policy.head import scored_by
 from trl_fp8.policy.hook import hooked
+from trl_fp8.policy.swapped import scored_by
 from trl_fp8.recipe.messages import listed
 from trl_fp8.run.feature import Feature, as_rollouts_saw
 from trl_fp8.sync.audit import all_reduce_max

@@ -23,8 +23,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from trl_fp8.policy.own_gradient import holding
-from trl_fp8.policy.swapped import HoldsCodes
+from trl_fp8.policy.swapped import HoldsCodes, holding
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 
 from .between import FollowedEmbedding, FollowedFusedMLP, FollowedMLP, FollowedNorm, FollowedParallelLayer

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.policy.own_gradient import holding, own_gradient
-from trl_fp8.policy.swapped import HoldsCodes, swap
+from trl_fp8.policy.swapped import HoldsCodes, holding, own_gradient, swap
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.recipe.from_model import linear_layers
 from trl_fp8.recipe.names import TRANSFORMERS, expert_modules

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, _addmm_fp32
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from trl_fp8.policy.head import TOKENS, Logits
+from trl_fp8.policy.swapped import TOKENS, Logits
 
 
 ALIGNED = 8  # columns; a GEMM in 16 bits wants rows that begin at 16 bytes

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_fp8.engine.protocol import Survivors
-from trl_fp8.policy.head import scored_by
+from trl_fp8.policy.swapped import scored_by
 from trl_fp8.run.batch import COMPLETION_IDS, ROLLOUT_LOGPS, Batch, Rollouts, mean_of
 from trl_fp8.run.feature import Feature
 
