@@ -54,7 +54,7 @@ return [...document.querySelectorAll('main *')].filter(e =>
 
 @contextmanager
 def chromium(size: tuple[int, int] = LAPTOP):
-    """A browser window of `size`; its console is read with `errors`."""
+    """Yield a browser window of `size`; `errors` reads its console."""
     if not (which("chromium") and which("chromedriver")):
         pytest.skip("no chromium and chromedriver on the path")
     options = webdriver.ChromeOptions()
@@ -76,7 +76,7 @@ def chromium(size: tuple[int, int] = LAPTOP):
 
 
 def show(browser, size: tuple[int, int], scheme: str) -> None:
-    """From the next page on: a window of `size`, for a reader who prefers the colour `scheme`."""
+    """Give the next pages a window of `size` and a reader who prefers the colour `scheme`."""
     window = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", window)
     preferred = [{"name": "prefers-color-scheme", "value": scheme}]

@@ -21,18 +21,18 @@ def chats():
 
 
 def chat_tokenizer(calls: str = "[0-9]"):
-    """`calls`: The first of these characters in a turn calls a tool with it. With digits a random model calls tools,
-    but not in every turn.
+    """Return a tokenizer whose chats call a tool with the first of `calls` in a turn. With digits
+    a random model calls one, but not in every turn.
     """
-    made = tokenizer()
+    processing = tokenizer()
     tool_calls = {"open_pattern": f"(?P<key>{calls})", "repeats": True, "content": "text", "transform": PRESS}
-    made.chat_template = ROLES
-    made.response_template = {
+    processing.chat_template = ROLES
+    processing.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "assistant:",
         "fields": {"tool_calls": tool_calls, "content": {"close": "<eos>", "content": "text"}},
     }
-    return made
+    return processing
 
 
 class Keypad:

@@ -27,7 +27,7 @@ NUMBERS = count()
 
 @contextmanager
 def configured(folder: str) -> Iterator[VllmConfig]:
-    """vLLM's layers that are made inside the block are those of a shared engine, on the GPU and in BF16."""
+    """Give vLLM's layers inside the block the settings of a shared engine, on the GPU and in BF16."""
     recipe = FP8Recipe(fp8_modules=("a",), kept_modules={"lm_head": "output head"})
     platform = platform_of(torch.device("cuda"))
     sizes = {"max_num_seqs": 64, "max_model_len": LONGEST}
@@ -35,8 +35,8 @@ def configured(folder: str) -> Iterator[VllmConfig]:
     part = SharedKernelsPart()
     with part.starting(platform, recipe):
         model = AutoConfig.from_pretrained(folder)
-        ours = platform.arguments(recipe, model, **sizes, parts=[part], user=user)
-        config = EngineArgs(model=folder, skip_tokenizer_init=True, **(sizes | ours)).create_engine_config()
+        engine_args = platform.arguments(recipe, model, **sizes, parts=[part], user=user)
+        config = EngineArgs(model=folder, skip_tokenizer_init=True, **(sizes | engine_args)).create_engine_config()
         CUDA.require(config)
         config.kernel_config.ir_op_priority.set_default()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("cuda"):
@@ -75,7 +75,7 @@ class PagedAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], seen: list[int], table: Tensor
     ) -> Tensor:
-        """The output `[N, H, D]` for the last `lengths` of `seen` tokens of each sequence; `table`: its pages."""
+        """Return the output `[N, H, D]` for the last `lengths` of `seen` tokens of sequences with pages `table`."""
         layer, starts = self.layer, torch.tensor([0, *lengths], device="cpu").cumsum(0).to(torch.int32)
         positions = [torch.arange(end - length, end) for length, end in zip(lengths, seen, strict=True)]
         pairs = zip(table, positions, strict=True)

@@ -59,7 +59,7 @@ def start(
     recipe: FP8Recipe | None = None,
     **recipe_flags,
 ):
-    """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master).
+    """Start a colocated engine for the model in `checkpoint`, not yet synced; `.model` is the fp32 policy.
 
     `parts`: beside those of an FP8 KV cache and of kernels that are only compared.
     """
@@ -85,12 +85,12 @@ def start(
 
 
 def scales_of(generation: FP8VLLMGeneration) -> EngineScales:
-    """The scales of a generation's FP8 KV cache; set its `calibrate` for other ones at the next sync."""
+    """Return the scales of a generation's FP8 KV cache; its `calibrate` gives those of the next sync."""
     return generation.delivery.carried
 
 
 def part_of(generation: FP8VLLMGeneration, kind: type[AnyPart]) -> AnyPart:
-    """The one part of this kind."""
+    """Return the only part of this kind."""
     [part] = [part for part in generation.parts if isinstance(part, kind)]
     return part
 
@@ -98,32 +98,32 @@ def part_of(generation: FP8VLLMGeneration, kind: type[AnyPart]) -> AnyPart:
 def start_on_base(
     checkpoint: str, lora: LoraConfig, expert_kernels: bool = False, parts: Sequence[EnginePart] = (), **options
 ):
-    """As `start`; the policy has adapters on a base that it shares with the engine."""
+    """Call `start` with a policy that has adapters on a base that it shares with the engine."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     recipe = recipe_for_model(model, expert_kernels=expert_kernels)
-    held = HeldBase(model, recipe)
+    base = HeldBase(model, recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = get_peft_model(model, lora).to(device)
     return start(
-        checkpoint, model=model, recipe=recipe, parts=[*parts, BasePart(SharedBase(model, held, device))], **options
+        checkpoint, model=model, recipe=recipe, parts=[*parts, BasePart(SharedBase(model, base, device))], **options
     )
 
 
 def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:
-    """`loaded_log_probs` from a checkpoint, written to `folder`, of what `generation` was last sent."""
+    """Write what `generation` was last sent to `folder`, and return the `loaded_log_probs` of that checkpoint."""
     write_checkpoint(folder, generation, kv_scales)
     return loaded_log_probs(folder, generation.recipe, generation.pinned | (generation.engine_kwargs or {}))
 
 
 def loaded_log_probs(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> list[tuple]:
-    """`log_probs` of an engine that loads a checkpoint by itself."""
+    """Return `log_probs` of an engine that loads a checkpoint by itself."""
     with loaded(folder, recipe, engine_kwargs) as llm:
         return log_probs(llm)
 
 
 @contextmanager
 def loaded(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> Iterator[LLM]:
-    """An engine that loads a checkpoint by itself and is shut down again. No other may run."""
+    """Yield an engine that loads a checkpoint by itself. No other engine may run."""
     ensure_master_addr_port()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     llm = load(folder, recipe, engine_kwargs)
@@ -134,7 +134,7 @@ def loaded(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -
 
 
 def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> None:
-    """The policy of `generation` as an FP8 checkpoint."""
+    """Write the policy of `generation` as an FP8 checkpoint."""
     source = Path(generation.model.name_or_path)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
@@ -148,7 +148,7 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
 
 
 def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> LLM:
-    """An engine with the weights of an FP8 checkpoint; this process is one of its ranks, as the environment says."""
+    """Start an engine with the weights of an FP8 checkpoint, of which this process is the rank in its environment."""
     platform, sizes = platform_of(), {"max_num_seqs": 8, "max_model_len": 64}
     arguments = platform.arguments(recipe, AutoConfig.from_pretrained(folder), **sizes, user=engine_kwargs)
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
@@ -172,15 +172,15 @@ def _load_latent_scales(llm: LLM, folder: Path, recipe: FP8Recipe) -> None:
     layers = attention_layers(engine_model(llm)) if recipe.fp8_kv_cache else {}
     latent = {n: layer for n, layer in layers.items() if isinstance(layer, MLAAttention)}
     if latent:
-        held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        scales = [[held.get(f"model.layers.{n}.self_attn.{which}_scale", 1.0) for which in QKV] for n in layers]
+        stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        scales = [[stored.get(f"model.layers.{n}.self_attn.{which}_scale", 1.0) for which in QKV] for n in layers]
         write_kv_scales(
             {n: latent[n] for n in latent if n not in recipe.kv_cache_skip_layers}, KVScales(torch.tensor(scales))
         )
 
 
 def log_probs(llm: LLM) -> list[tuple]:
-    """Greedy tokens, their log-probs and the prompts' log-probs: equal only if the engines are, bit for bit."""
+    """Return greedy tokens and the log-probs of tokens and prompts: equal only if engines are, bit for bit."""
     parameters = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     results, prompts = [], [{"prompt_token_ids": ids} for ids in PROMPTS]
     if llm.renderer.mm_processor is not None:
@@ -195,7 +195,7 @@ def log_probs(llm: LLM) -> list[tuple]:
 
 
 def shutdown(llm: LLM) -> None:
-    """End an in-process engine, so that the next one can start. On several ranks it stays beside the next one,
+    """Shut down an in-process engine, so that another can start. On several ranks it stays beside the next one,
     of the same tensor parallel size: its end would be that of the trainer's process groups.
     """
     if PartialState().num_processes > 1:
@@ -207,7 +207,7 @@ def shutdown(llm: LLM) -> None:
 
 
 def perturb(model: torch.nn.Module, seed: int) -> None:
-    """Another policy: what an optimizer step would leave behind."""
+    """Change the policy as an optimizer step would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in [*model.parameters(), *dict(persistent_buffers(model)).values()]:
@@ -220,7 +220,7 @@ def tamper(
     before: Callable[[Writer], None] | None = None,
     after: Callable[[Writer], None] | None = None,
 ) -> None:
-    """From now on `stream` comes between the policy's tensors and the writer, which `before` and `after` get in their
+    """Put `stream` between the policy's tensors and the writer, which `before` and `after` get in their
     hands before and after it writes. Without any of them nothing is tampered with any more.
     """
 
@@ -234,7 +234,7 @@ def tamper(
 
 
 def after_two_syncs(generation) -> list[tuple]:
-    """`log_probs` after the second of two syncs of perturbed policies; after the first they were others."""
+    """Return `log_probs` after the second of two syncs of perturbed policies, which differ from the first's."""
     results = []
     for step in (1, 2):
         perturb(generation.model, seed=step)
@@ -245,12 +245,12 @@ def after_two_syncs(generation) -> list[tuple]:
 
 
 def require_whole_audit(generation) -> None:
-    """Every tensor of the policy was read back, and a scale for each FP8 weight: the experts' too."""
+    """Require that every tensor was read back, and a scale for each FP8 weight, the experts' too."""
     parameters = len(list(generation.model.parameters())) + len(list(persistent_buffers(generation.model)))
     assert generation.last_sync.audited_tensors == parameters + len(generation.recipe.fp8_tensors)
 
 
 def some_scales(layers: int, step: int) -> KVScales:
-    """Power-of-two scales, different for each layer and tensor of two layers and for each step, none of them 1."""
+    """Return power-of-two scales of two layers, different for each layer, tensor and step, none of them 1."""
     exponents = torch.arange(layers * 3).view(layers, 3) % 6 - 9 + step
     return KVScales(torch.exp2(exponents.float()))

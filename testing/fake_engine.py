@@ -26,7 +26,7 @@ PADDING = 16  # columns behind a fused call's output
 
 
 def followed(model: nn.Module, recipe: FP8Recipe | None = None, **fields) -> tuple[OneForward, "FakeEngine"]:
-    """`model` computes as an engine that holds its present weights; `fields` of its `BackwardPrecision`."""
+    """Let `model` compute as an engine with its present weights; `fields` are of its `BackwardPrecision`."""
     recipe = recipe or recipe_for_model(model)
     engine = FakeEngine(model, recipe)
     backward = BackwardPrecision(format=recipe.format, scale_format=recipe.scale_format, **fields)
@@ -41,7 +41,7 @@ class FakeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         self.calls += 1
-        outputs = [self._product(x, *held) for held in self._held.values()]
+        outputs = [self._product(x, *weights) for weights in self._held.values()]
         return torch.cat([*outputs, x.new_full((len(x), PADDING), float("nan"))], 1)
 
     @staticmethod
@@ -63,11 +63,11 @@ class FakeEngine:
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe, lacks: tuple[str, ...] = ()):
         self._recipe, self._lacks, self.linears, self.softcap = recipe, lacks, {}, None
-        held = copy.deepcopy(model)
-        held = held.merge_and_unload() if hasattr(held, "merge_and_unload") else transformers_model(held)
-        for parameter in held.parameters():
+        copied = copy.deepcopy(model)
+        copied = copied.merge_and_unload() if hasattr(copied, "merge_and_unload") else transformers_model(copied)
+        for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16).float()
-        self.held = held.requires_grad_(False)
+        self.held = copied.requires_grad_(False)
 
     def linear(self, layer: str) -> FakeLinear:
         parent, _, child = layer.rpartition(".")

@@ -24,10 +24,10 @@ from trl_fp8.sync.delivery import SyncReport, Tensors
 
 
 class CopyingDelivery:
-    """`Delivery` into `held`, a model of its own. `calls` notes what is called."""
+    """A `Delivery` that copies into `model`. `calls` records the calls."""
 
-    def __init__(self, held: nn.Module, recipe: FP8Recipe, calls: list[str]):
-        self.held, self._recipe, self._calls = dict(held.named_parameters()), recipe, calls
+    def __init__(self, model: nn.Module, recipe: FP8Recipe, calls: list[str]):
+        self.held, self._recipe, self._calls = dict(model.named_parameters()), recipe, calls
         self.last: SyncReport | None = None
         self.failures = 0
         self._sent: dict[str, int] | None = None  # checksums; None: the latest delivery did not succeed

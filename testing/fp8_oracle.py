@@ -1,4 +1,4 @@
-"""What FP8 numbers should be: e4m3 re-derived in float64, block by block.
+"""Oracle of FP8 numbers: e4m3 re-derived in float64, block by block.
 
 It shares no code with the package: rounding works on exponents and steps, not on casts.
 """
@@ -7,7 +7,7 @@ import torch
 
 
 def e4m3(values):
-    """float64 -> nearest e4m3 value, ties to even: 3 mantissa bits, exponents from -6, at most 448."""
+    """Round float64 to the nearest e4m3 value, ties to even: 3 mantissa bits, exponents from -6, at most 448."""
     exponent = torch.frexp(values)[1] - 1
     step = torch.exp2(exponent.clamp_min(-6).double() - 3)
     return (torch.round(values / step) * step).clamp(-448, 448)

@@ -1,4 +1,4 @@
-"""What an engine would hold of a model, as plain tensors: for tests of a sync without one."""
+"""Plain tensors in place of an engine's, for tests of a sync without an engine."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from trl_fp8.sync.weight_stream import weight_stream
 
 
 def layout_for(model: torch.nn.Module, recipe: FP8Recipe) -> Layout:
-    """A layout of zeros, in the form and on the device of what is sent."""
+    """Return a layout of zeros, in the form and on the device of what is sent."""
     pieces = []
     for name, tensor in weight_stream(model.named_parameters(), recipe, buffers=persistent_buffers(model)):
         pieces.append(Piece(name, SimpleNamespace(tensor=torch.zeros_like(tensor)), "tensor", tensor.dtype))

@@ -43,7 +43,7 @@ class HubStandIn:
     def answer(self, method: str, path: str, body: bytes):
         path = path.partition("?")[0]
         if path.endswith("/info/lfs/objects/batch"):
-            return {"transfer": "basic", "objects": [self._placed(asked) for asked in json.loads(body)["objects"]]}
+            return {"transfer": "basic", "objects": [self._placed(item) for item in json.loads(body)["objects"]]}
         if method == "PUT" and path.startswith("/lfs/"):
             if self.broken_after is not None and len(self.uploads) >= self.broken_after:
                 raise ConnectionError("the upload was interrupted")
@@ -64,8 +64,8 @@ class HubStandIn:
             owner, name, *rest = path.removeprefix("/api/models/").split("/")
             files = self.repos[f"{owner}/{name}"]
             if rest[:1] == ["preupload"]:
-                asked = json.loads(body)["files"]
-                return {"files": [{"path": f["path"], "uploadMode": _mode(f), "shouldIgnore": False} for f in asked]}
+                sent = json.loads(body)["files"]
+                return {"files": [{"path": f["path"], "uploadMode": _mode(f), "shouldIgnore": False} for f in sent]}
             if rest[:1] in (["tree"], ["paths-info"]):
                 return [{"type": "file", "path": path, "size": len(files[path]), "oid": "0"} for path in files]
             if rest[:1] == ["commit"]:
@@ -86,10 +86,10 @@ class HubStandIn:
                 return {"id": f"{owner}/{name}", "modelId": f"{owner}/{name}", "sha": "0" * 40, "siblings": siblings}
         raise KeyError(f"{method} {path} is not part of the stand-in")
 
-    def _placed(self, asked: dict) -> dict:
-        """Where to send an object; nowhere if it is here already."""
-        upload = {"upload": {"href": f"{self.endpoint}/lfs/{asked['oid']}"}}
-        return asked if asked["oid"] in self.objects else asked | {"actions": upload}
+    def _placed(self, item: dict) -> dict:
+        """Return where to send an object; nowhere if it is here already."""
+        upload = {"upload": {"href": f"{self.endpoint}/lfs/{item['oid']}"}}
+        return item if item["oid"] in self.objects else item | {"actions": upload}
 
     def _handler(hub):  # noqa: N805, the handler's `self` is another object
         class Handler(BaseHTTPRequestHandler):

@@ -20,7 +20,7 @@ ROWS = {  # dataset and configuration -> the columns that its page shows
 
 
 def launched(monkeypatch: MonkeyPatch, *words: object) -> Namespace:
-    """What `accelerate launch` is given for `trl-fp8 train` with these words."""
+    """Return the arguments that `trl-fp8 train` passes to `accelerate launch`."""
     started = []
     monkeypatch.setattr(accelerate.commands.launch, "launch_command", started.append)
     assert main(["train", *map(str, words)]) == 0
@@ -29,7 +29,7 @@ def launched(monkeypatch: MonkeyPatch, *words: object) -> Namespace:
 
 
 def without_hub(monkeypatch: MonkeyPatch) -> None:
-    """Every repository is there, and the datasets of ROWS can be loaded."""
+    """Let every repository exist, and the datasets of ROWS load without a Hub."""
 
     def load_dataset(path, name=None, streaming=False):
         return datasets.DatasetDict(train=datasets.Dataset.from_list([ROWS[path, name]]))

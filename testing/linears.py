@@ -47,7 +47,7 @@ def follow(linear: nn.Linear, backward: BackwardPrecision) -> FakeLinear:
 
 
 def pair(columns, rows, backward, bias=True):
-    """A plain linear and its twin."""
+    """Return a plain linear and its twin."""
     plain, twin = Wrapped(columns, rows, bias), Wrapped(columns, rows, bias)
     follow(twin.layer, backward)
     return plain, twin

@@ -1,4 +1,4 @@
-"""What the numbers should be, re-derived from their formulas in float64 with plain loops.
+"""Oracles of correction, mismatch and losses, re-derived from their formulas in float64 with plain loops.
 
 Nothing here imports the package or torch: an oracle that shares code with what it judges shares its mistakes. Arrays
 are [B][T] of Python floats or numpy; masks hold 0 or 1.
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def scored_log_ratios(trainer, rollout, mask):
-    """Per sequence, {position: log(pi_trainer / pi_rollout) clamped to +-20} over tokens that both sides scored."""
+    """Return per sequence {position: log(pi_trainer / pi_rollout) clamped to +-20} of tokens scored by both sides."""
     sequences = []
     for trainer_T, rollout_T, mask_T in zip(trainer, rollout, mask, strict=True):
         scored = {}
@@ -31,7 +31,7 @@ def bounded(r, bound, low, high):
 
 
 def importance_weights(trainer, rollout, mask, level, bound, low, high, normalize=False):
-    """Weights [B, T], and how close the nearest raw ratio is to a bound (relative),
+    """Return weights [B, T], and how close the nearest raw ratio is to a bound (relative),
     where `mask` could go either way.
     """
     weights = np.ones(np.shape(mask))
@@ -63,7 +63,7 @@ def k3(log_r):
 
 
 def keep_mask(trainer, rollout, mask, statistic, low, high, log_centre=0.0):
-    """Tokens [B, T] that one rejection rule keeps, and the distance of the nearest decision from its threshold."""
+    """Return the tokens [B, T] that a rejection rule keeps, and the smallest distance to its threshold."""
     keep = np.array(mask, dtype=bool).reshape(np.shape(mask))
     margin = math.inf
     for i, scored in enumerate(scored_log_ratios(trainer, rollout, mask)):
@@ -89,7 +89,7 @@ def keep_mask(trainer, rollout, mask, statistic, low, high, log_centre=0.0):
 
 
 def typical_log_ratio(trainer, rollout, mask):
-    """Median over sequences of the mean log-ratio."""
+    """Return the median over sequences of the mean log-ratio."""
     means = [math.fsum(s.values()) / len(s) for s in scored_log_ratios(trainer, rollout, mask) if s]
     return statistics.median(means) if means else 0.0
 
@@ -107,7 +107,7 @@ def effective_sample_size(weights):
 
 
 def mismatch(trainer, rollout, mask, edges):
-    """The metrics by their names. `edges` are the lower ends of the position and length bins."""
+    """Return the metrics by their names. `edges` are the lower ends of the position and length bins."""
     sequences = scored_log_ratios(trainer, rollout, mask)
     log_rs = [log_r for scored in sequences for log_r in scored.values()]
     sums = [math.fsum(scored.values()) for scored in sequences if scored]
@@ -153,7 +153,7 @@ def mismatch(trainer, rollout, mask, edges):
 
 
 def growth(sequences, mask, edges):
-    """k3 by position, by length, and in the second half of each completion over the first."""
+    """Return k3 by position, by length, and in the second half of each completion over the first."""
     halves, bins = {"early": [], "late": []}, {}
     for scored, mask_T in zip(sequences, mask, strict=True):
         trained = [t for t, m in enumerate(mask_T) if m]
@@ -172,7 +172,7 @@ def growth(sequences, mask, edges):
 
 
 def correction(trainer, rollout, mask, weights, counted, high):
-    """Metrics of token-level truncation at `high`, from the weights [B, T] that a loss got: 0 where rejected, and
+    """Return metrics of token truncation at `high`, from the weights [B, T] that a loss got: 0 where rejected, and
     without meaning outside of `counted`, the tokens that the loss averages over.
     """
     sequences = scored_log_ratios(trainer, rollout, mask)
@@ -195,7 +195,7 @@ def correction(trainer, rollout, mask, weights, counted, high):
 
 
 def policy_loss(logps, old, weights, mask, advantages, settings, frozen=None):
-    """TRL 1.16's policy loss of one batch, without KL and entropy terms, from its documented formulas.
+    """Compute TRL 1.16's policy loss of one batch, without KL and entropy terms, from its documented formulas.
 
     Arrays are [B][T]; weights [B][T] are the importance weights of the rollouts. What a loss treats as a constant is
     computed from `frozen`, so that differences in `logps` alone are its gradient. `settings`: loss, level ("token" or
@@ -210,7 +210,7 @@ def policy_loss(logps, old, weights, mask, advantages, settings, frozen=None):
         counts.append(len(where))
 
         def log_ratios(values, b=b, where=where):
-            """By token; at the level of sequences each has the mean."""
+            """Return them by token; at the level of sequences each has the mean."""
             log_r = {t: float(values[b][t]) - float(old[b][t]) for t in where}
             if settings["level"] == "sequence" and where:
                 log_r = dict.fromkeys(where, math.fsum(log_r.values()) / len(where))
@@ -249,12 +249,12 @@ def policy_loss(logps, old, weights, mask, advantages, settings, frozen=None):
 
 
 def truncated(logits, survivors, targets):
-    """Log-probs of the targets and entropies `[N]` of distributions over the survivors' logits alone."""
+    """Return log-probs of targets and entropies `[N]` of distributions over the survivors' logits alone."""
     log_probs, entropies = [], []
-    for row, kept, target in zip(logits, survivors, targets, strict=True):
-        largest = max(row[token] for token in kept)
-        log_z = largest + math.log(math.fsum(math.exp(row[token] - largest) for token in kept))
-        log_p = {token: row[token] - log_z for token in kept}
+    for row, tokens, target in zip(logits, survivors, targets, strict=True):
+        largest = max(row[token] for token in tokens)
+        log_z = largest + math.log(math.fsum(math.exp(row[token] - largest) for token in tokens))
+        log_p = {token: row[token] - log_z for token in tokens}
         log_probs.append(log_p[target])
         entropies.append(-math.fsum(math.exp(value) * value for value in log_p.values()))
     return log_probs, entropies

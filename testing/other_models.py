@@ -78,7 +78,7 @@ VISION = {  # vision-language models -> their towers
 
 
 def config(model_type: str, **overrides) -> PretrainedConfig:
-    """What its class makes of tiny sizes; `overrides` as they are."""
+    """Return the config of tiny sizes that its class builds, with `overrides`."""
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     if hasattr(default, "vision_config"):
@@ -91,11 +91,11 @@ def config(model_type: str, **overrides) -> PretrainedConfig:
 
 
 def policy(model_type: str, **overrides) -> PreTrainedModel:
-    """What TRL would train, with random weights, none of them zero."""
+    """Return the model that TRL would train, with random weights, none of them zero."""
     torch.manual_seed(0)
-    made = config(model_type, **overrides)
-    auto = AutoModelForImageTextToText if hasattr(made, "vision_config") else AutoModelForCausalLM
-    model = auto.from_config(made, dtype=torch.float32)
+    model_config = config(model_type, **overrides)
+    auto = AutoModelForImageTextToText if hasattr(model_config, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(model_config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.05)

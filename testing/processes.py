@@ -12,13 +12,13 @@ NOT_INHERITED = (*RANKS, "MASTER_ADDR", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE"
 
 
 def alone(*dropped: str) -> dict[str, str]:
-    """The environment of a process that is no rank of an engine here, without the variables `dropped`.
+    """Return the environment of a process that is no rank of an engine here, without the variables `dropped`.
 
     Its engine listens on a port of its own: TRL takes 29500 where it is free, and two
     that start at once both find it so.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in (*NOT_INHERITED, *dropped)}
-    return kept | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    inherited = {name: value for name, value in os.environ.items() if name not in (*NOT_INHERITED, *dropped)}
+    return inherited | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def free_port() -> int:

@@ -26,7 +26,7 @@ class Compiled:
 def compiled(
     kernel, types: dict[str, str], constants: dict, capability: int, folder: Path, warps: int = 4
 ) -> Compiled:
-    """`kernel` for a compute capability (90) with `constants`; other arguments are i32 if `types` does not say.
+    """Compile `kernel` for a compute capability (90) with `constants`; other arguments are i32 or of `types`.
 
     Pointers, and types that end in " 16", are multiples of 16. `folder` holds the machine code.
     """

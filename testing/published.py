@@ -58,7 +58,7 @@ def _gemma3(**text: Any) -> dict:
 
 
 def _qwen3_5(kind: str, hidden: int, layers: int, heads: int, kv_heads: int, value_heads: int, **more) -> dict:
-    """Vision-language models."""
+    """Return the config of a vision-language model."""
     text = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads} | more
     text |= {"num_key_value_heads": kv_heads, "linear_num_value_heads": value_heads, "mamba_ssm_dtype": "float32"}
     text |= {"model_type": f"{kind}_text", "head_dim": 256, "vocab_size": 248320, "max_position_embeddings": 262144}
@@ -229,7 +229,7 @@ BILLIONS = {
 
 
 def config(name: str) -> "PretrainedConfig":
-    """What transformers makes of a published config.json, with the special tokens of `testing.tokenizer`."""
+    """Return transformers' config of a published config.json, with special tokens of `testing.tokenizer`."""
     from transformers import CONFIG_MAPPING  # seconds, which readers of `CONFIGS` do without
 
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -237,14 +237,14 @@ def config(name: str) -> "PretrainedConfig":
 
 
 def write(name: str, folder: Path) -> None:
-    """A folder with a published config.json and nothing else."""
+    """Write a folder with a published config.json and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
 
 
 @cache
 def outline(name: str) -> "Outline":
-    """Of a published model; without a vision tower, of which the configs here say nothing."""
+    """Return the outline of a published model, without a vision tower: the configs here have none."""
     from trl_fp8.recipe.from_model import outline_of_pretrained  # seconds, too
     from trl_fp8.recipe.recipe import is_vision
 
@@ -273,5 +273,5 @@ def qwen3_30b_a3b() -> "PretrainedConfig":
 
 
 def llama3_1_8b() -> "PretrainedConfig":
-    """It has no head_dim."""
+    """Return a config without head_dim."""
     return config("meta-llama/Llama-3.1-8B")

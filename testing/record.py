@@ -18,12 +18,12 @@ UNKNOWN = "unknown: set TRL_FP8_COMMIT where there is no repository"
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, smallest and largest of repeated measurements."""
+    """Return median, smallest and largest of repeated measurements."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def interval(values: list[float]) -> dict[str, float]:
-    """Mean of at least two measurements, and the ends of its 95 % interval (Student's t)."""
+    """Return the mean of at least two measurements, and the ends of its 95 % interval (Student's t)."""
     from scipy.stats import (
         t,  # a GPU host with the packages of gpu/requirements.txt has no scipy and needs no interval
     )
@@ -44,12 +44,12 @@ def write(name: str, n: int, results: dict, folder: Path = RESULTS) -> Path:
 
 
 def made(n: int, results: dict) -> dict:
-    """`results` with where they come from."""
+    """Return `results` with their provenance."""
     return _provenance(n) | {"results": results}
 
 
 def held(name: str, n: int, folder: Path = RESULTS) -> dict | None:
-    """Results of an earlier run of the same command, commit, versions, hardware and n, to go on from; or None."""
+    """Return results of an earlier run of the same command, commit, versions, hardware and n; None without one."""
     if not path(name, folder).exists():
         return None
     record = json.loads(path(name, folder).read_text())
@@ -76,8 +76,8 @@ def commit() -> str:
     """Return `TRL_FP8_COMMIT` where it is set: a copy of the working tree on another host may have no repository. Else
     the commit that is checked out, with "-dirty" if anything but results differs from it.
     """
-    if given := os.environ.get("TRL_FP8_COMMIT"):
-        return given
+    if stated := os.environ.get("TRL_FP8_COMMIT"):
+        return stated
     unchanged = ["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results"]
     try:
         described = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True).stdout.strip()

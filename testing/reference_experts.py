@@ -66,7 +66,7 @@ class ReferenceExperts(TritonExperts):
         apply_router_weight_on_input: bool,
         **_,
     ) -> None:
-        """hidden_states [T, H]; w1 codes [E, 2I, H]; w2 codes [E, H, I]; topk_weights and topk_ids [T, k]."""
+        """Compute on hidden_states [T, H]; w1 codes [E, 2I, H]; w2 codes [E, H, I]; topk_weights, topk_ids [T, k]."""
         if activation != MoEActivation.SILU or expert_map is not None or apply_router_weight_on_input:
             raise NotImplementedError("silu, one rank's experts, router weights at the end: nothing else is computed")
         parts = torch.empty(*topk_ids.shape, w2.shape[1], device=output.device)
@@ -80,7 +80,7 @@ class ReferenceExperts(TritonExperts):
         output.copy_(parts.to(output.dtype).double().sum(1).float())
 
     def silu_and_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """BF16 gate and up -> their e4m3 product, dequantized."""
+        """Return the e4m3 product of BF16 gate and up, dequantized."""
         if self.fused_activation:  # silu_and_mul_per_block_quant floors the scale at 1 / (448 * 512)
             return _round_trip((F.silu(gate.double()) * up.double()).float(), self.scale_format, amax_floor=1 / 512)
         return _round_trip(F.silu(gate) * up, self.scale_format)
@@ -88,7 +88,7 @@ class ReferenceExperts(TritonExperts):
 
 @contextmanager
 def reference_fp8_experts(scale_format: ScaleFormat = "fp32", fused_activation: bool = False) -> Iterator[None]:
-    """Engines started inside the block compute their FP8 experts with `ReferenceExperts`, also after it.
+    """Let engines that start inside the block compute their FP8 experts with `ReferenceExperts`, also after it.
 
     Only the choice of the backend is replaced. vLLM makes it once per layer, when the model is built.
     """
@@ -100,7 +100,7 @@ def reference_fp8_experts(scale_format: ScaleFormat = "fp32", fused_activation: 
 
 @contextmanager
 def offered_fp8_experts(**options) -> Iterator[None]:
-    """Trainers made inside the block have FP8 experts as they would on CUDA, computed by `ReferenceExperts`.
+    """Give trainers that start inside the block FP8 experts as on CUDA, computed by `ReferenceExperts`.
 
     `options` are those of `reference_fp8_experts`.
     """
@@ -113,11 +113,11 @@ def offered_fp8_experts(**options) -> Iterator[None]:
 
 
 def _round_trip(x: torch.Tensor, scale_format: ScaleFormat, amax_floor: float = ACTIVATION_AMAX_FLOOR) -> torch.Tensor:
-    """x [T, K] -> fp32, rounded to e4m3 in groups of 128."""
+    """Return x [T, K] in fp32, rounded to e4m3 in groups of 128."""
     quantized = quantize_activation(x, scale_format, amax_floor=amax_floor)
     return quantized.qdata.float() * quantized.scale.repeat_interleave(BLOCK, -1)
 
 
 def _dequantized(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """codes [N, K], scale [N/128, K/128] -> fp32 [N, K]."""
+    """Return codes [N, K] times scale [N/128, K/128] in fp32 [N, K]."""
     return codes.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)

@@ -83,7 +83,7 @@ def build(root: Path, dist: Path) -> None:
 
 
 def published(readme: str) -> str:
-    """`readme` with links that lead somewhere from outside of the repository."""
+    """Return `readme` with links that also work outside of the repository."""
     kinds = {"": "blob", "!": "raw"}  # an image is shown, and not the page about it
     return RELATIVE_LINK.sub(
         lambda link: f"{link[1]}[{link[2]}]({REPOSITORY}/{kinds[link[1]]}/v{__version__}/{link[3]})", readme
@@ -96,7 +96,7 @@ def wheel_of(dist: Path) -> Path:
 
 
 def metadata_of(wheel: Path) -> Message:
-    """What the wheel says of itself; its payload is the description."""
+    """Return the wheel's metadata; its payload is the description."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return message_from_string(archive.read(name).decode())
@@ -108,7 +108,7 @@ def files_of(sdist: Path) -> set[str]:
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """The console script of `wheel` in a new environment, beside the libraries of this one and without this checkout.
+    """Install `wheel` in a new environment beside the libraries of this one, without this checkout. Return its script.
 
     `RuntimeError` if it does not install, or says another version of itself.
     """
@@ -119,13 +119,13 @@ def installed(wheel: Path, folder: Path) -> Path:
     (own,) = folder.glob("lib/python*/site-packages")
     (own / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     script = folder / "bin" / "trl-fp8"
-    if (said := _output(str(script), "--version").strip()) != f"trl-fp8 {__version__}":
-        raise RuntimeError(f"{wheel.name} says that it is {said}; expected trl-fp8 {__version__}")
+    if (printed := _output(str(script), "--version").strip()) != f"trl-fp8 {__version__}":
+        raise RuntimeError(f"{wheel.name} says that it is {printed}; expected trl-fp8 {__version__}")
     return script
 
 
 def plan_by(script: Path, model: Path) -> str:
-    """What the console script plans for a model of 8 B parameters, whose config is written to `model`."""
+    """Return the console script's plan for a model of 8 B parameters, whose config is written to `model`."""
     model.mkdir()
     (model / "config.json").write_text(json.dumps(LLAMA))
     return _output(str(script), "plan", str(model))

@@ -13,7 +13,7 @@ LOGPS = st.one_of(st.integers(-12_000_000, 0).map(lambda n: n * 1e-6), ODD_LOGPS
 
 @st.composite
 def batches(draw, logps=LOGPS):
-    """(trainer, rollout, mask) as float64 tensors; lengths 0 and 1, all masked, and holes in the mask included."""
+    """Draw (trainer, rollout, mask), float64: with lengths 0 and 1, all masked, and holes in the mask."""
     B, T = draw(st.integers(0, 4)), draw(st.integers(0, 6))
     count = B * T
     trainer = draw(st.lists(logps, min_size=count, max_size=count))
@@ -27,7 +27,7 @@ def batches(draw, logps=LOGPS):
 
 
 def random_batch(B=6, T=50, sigma=0.3, seed=0, dtype=torch.float32, padded=True):
-    """Log-probs that differ by N(0, sigma^2), with completions of different lengths."""
+    """Draw log-probs that differ by N(0, sigma^2), with completions of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     trainer = torch.randn(B, T, generator=generator).abs().neg().to(dtype)
     rollout = trainer + sigma * torch.randn(B, T, generator=generator).to(dtype)
@@ -39,7 +39,7 @@ def random_batch(B=6, T=50, sigma=0.3, seed=0, dtype=torch.float32, padded=True)
 
 
 def fp8_batch(B, T, kl, seed=0):
-    """log r ~ N(-kl, 2 kl): the Gaussian with E[r] = 1, so KL(rollout || trainer) is exactly `kl` per token."""
+    """Draw log r ~ N(-kl, 2 kl), the Gaussian with E[r] = 1: KL(rollout || trainer) is exactly `kl` per token."""
     generator = torch.Generator().manual_seed(seed)
     log_r = -kl + math.sqrt(2 * kl) * torch.randn(B, T, generator=generator, dtype=torch.float64)
     rollout = torch.full((B, T), -1.0, dtype=torch.float64)
@@ -47,14 +47,14 @@ def fp8_batch(B, T, kl, seed=0):
 
 
 def pairs_to_logps(ratios):
-    """Log-probs whose ratio trainer / rollout is `ratios`."""
+    """Return log-probs whose ratio trainer / rollout is `ratios`."""
     rollout = torch.full_like(torch.tensor(ratios, dtype=torch.float64), -3.0)
     trainer = rollout + torch.tensor(ratios, dtype=torch.float64).log()
     return trainer, rollout, torch.ones(rollout.shape, dtype=torch.long)
 
 
 def policy_losses(per_token_loss, weights, mask, max_length=16):
-    """How TRL 1.16 weights and averages a policy loss, for each of its loss types that multiplies by the ratio."""
+    """Yield how TRL 1.16 weights and averages a policy loss, for each loss type that multiplies by the ratio."""
     weighted = per_token_loss * weights
     tokens = mask.sum().clamp(min=1.0)
     return {

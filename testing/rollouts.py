@@ -25,7 +25,7 @@ DECODED = 16
 
 
 def sampled(generation):
-    """Sequences of two lengths and the engine's log-probs of all their tokens but the first, prompt and decode."""
+    """Return sequences of two lengths and the engine's log-probs of all tokens but the first, prompt and decode."""
     parameters = SamplingParams(
         temperature=1.0, seed=1, max_tokens=DECODED, logprobs=1, prompt_logprobs=1, ignore_eos=True
     )
@@ -39,7 +39,7 @@ def sampled(generation):
 
 
 def sample(generation, max_tokens=12):
-    """Rollouts of the engine: token ids of each, prompt and completion."""
+    """Generate rollouts; return the token ids of each, prompt and completion."""
     parameters = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
     prompts = [{"prompt_token_ids": ids} for ids in engines.PROMPTS]
     outputs = generation.llm.generate(prompts, parameters, use_tqdm=False)
@@ -47,7 +47,7 @@ def sample(generation, max_tokens=12):
 
 
 def agreement(model, sequences, found, shift=0):
-    """Share of (token, layer) where the BF16 model's routers choose what the engine's did, `shift` tokens earlier."""
+    """Return the share of (token, layer) where BF16 routers choose as the engine's, `shift` tokens earlier."""
     replay = RouterReplay(model)
     same = total = 0
     for tokens, rows in zip(sequences, found, strict=True):
@@ -63,7 +63,7 @@ def agreement(model, sequences, found, shift=0):
 
 
 def calls_of(generation, name):
-    """Inputs and outputs of one of the engine's layers while it generates."""
+    """Record inputs and outputs of one of the engine's layers while it generates."""
     seen = []
 
     def record(module, args, output):
@@ -76,7 +76,7 @@ def calls_of(generation, name):
 
 
 def calibrated(generation, prompts=PROMPTS, margin=2.0):
-    """The hook of a policy and the scales of its KV cache, by which its engine has been synced."""
+    """Calibrate a policy's KV cache and sync its engine. Return the policy's hook and the scales."""
     hook = hook_of(generation.model)
     hook.skip(generation.recipe.kv_cache_skip_layers)
     amax_L3 = observe_sequences(generation.model, hook, prompts).amax_L3
@@ -105,7 +105,7 @@ def follow(generation, hook=None, model=None, **fields):
 
 
 def scored(forward, model, sequences, head=None):
-    """Log-probs of all tokens of each sequence but its first, from one left-padded batch, as the trainer scores them:
+    """Return log-probs of each sequence but its first token, from one left-padded batch, as the trainer scores them:
     through TRL's fused output head, or `head`.
     """
     length = max(map(len, sequences))
@@ -128,7 +128,7 @@ def witnessed(forward, model, longest=64):
 
 @contextmanager
 def left_out(forward, mixin):
-    """Inside the block the modules that follow by `mixin`, which are yielded, compute by themselves."""
+    """Let the modules that follow by `mixin`, which are yielded, compute by themselves inside the block."""
     followed = {module: type(module) for module in forward.modules.values() if issubclass(type(module), mixin)}
     try:
         for module, cls in followed.items():
@@ -139,7 +139,7 @@ def left_out(forward, mixin):
             module.__class__ = cls
 
 
-def differences(ours, theirs):
-    """|difference| of prompt tokens, and of the `DECODED` last ones."""
-    pairs = [(a - b).abs() for a, b in zip(ours, theirs, strict=True)]
+def differences(first, second):
+    """Return |difference| of prompt tokens, and of the `DECODED` last ones."""
+    pairs = [(a - b).abs() for a, b in zip(first, second, strict=True)]
     return torch.cat([row[:-DECODED] for row in pairs]), torch.cat([row[-DECODED:] for row in pairs])

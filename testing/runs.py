@@ -33,7 +33,7 @@ def dataset(rows: int = 32) -> Dataset:
 
 
 def reward_digits(completions, **kwargs):
-    """Share of digits: dense enough that a random model has groups with different rewards."""
+    """Return the share of digits: dense enough that groups of a random model have different rewards."""
     return [sum(c.isdigit() for c in text) / 8 for text in completions]
 
 
@@ -44,14 +44,14 @@ def arguments(folder, config=FP8GRPOConfig, **flags):
 
 @contextmanager
 def training(model, args, trainer=FP8GRPOTrainer, **options):
-    """A trainer over the tiny task; its engine is shut down at the end, so that the next one can start."""
+    """Yield a trainer over the tiny task, and shut its engine down at the end, so that the next one can start."""
     defaults = {"reward_funcs": reward_digits, "train_dataset": options.pop("train", dataset())}
-    made = trainer(model=model, args=args, **(defaults | options))
+    runner = trainer(model=model, args=args, **(defaults | options))
     try:
-        yield made
+        yield runner
     finally:
         if args.use_vllm:
-            engines.shutdown(made.vllm_generation.llm)
+            engines.shutdown(runner.vllm_generation.llm)
 
 
 def rows(trainer):
@@ -59,7 +59,7 @@ def rows(trainer):
 
 
 def trajectory(trainer):
-    """What was logged of each step, but for times."""
+    """Return the logged rows of each step, without times."""
     return [{n: v for n, v in row.items() if "seconds" not in n and n != "step_time"} for row in rows(trainer)]
 
 
@@ -68,7 +68,7 @@ def column(trainer, key):
 
 
 def recorded(owner, name, note):
-    """From now on `note(result, *args, **kwargs)` follows each `owner.name`; returns the list of what it returned."""
+    """Call `note(result, *args, **kwargs)` after each `owner.name`. Return the list of its results."""
     original, notes = getattr(owner, name), []
 
     def call(*args, **kwargs):
@@ -81,5 +81,5 @@ def recorded(owner, name, note):
 
 
 def generate_calls(trainer):
-    """Token ids of prompts (one list per completion) and of completions, for each call of the engine."""
+    """Record token ids of prompts (one list per completion) and of completions, for each call of the engine."""
     return recorded(trainer.vllm_generation, "generate", lambda out, prompts, *_, **__: (prompts, out[1]))

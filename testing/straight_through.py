@@ -59,7 +59,7 @@ class Recorder:
 
 
 def valued(own: Tensor, value: Tensor) -> Tensor:
-    """`value`, differentiated as `own`."""
+    """Return `value`, differentiated as `own`."""
     return own + (value.to(own.dtype) - own).detach()
 
 
@@ -70,7 +70,7 @@ def gradients(
     loss: Callable[[int, Tensor], Tensor],
     rounding: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Per parameter, float64.
+    """Return gradients per parameter, in float64.
 
     Args:
         model: In float64, with eager attention.

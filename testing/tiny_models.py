@@ -104,7 +104,7 @@ OF_ITS_OWN = {  # values at which each of its operations shows; an engine has no
 
 
 def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
-    """A config whose linear layers are all 128-aligned, unless `overrides` change that."""
+    """Return a config whose linear layers are all 128-aligned, unless `overrides` change that."""
     values = dict(
         vocab_size=64,
         hidden_size=128,
@@ -133,7 +133,7 @@ def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
 
 
 def build(architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides) -> PreTrainedModel:
-    """The FP32 model of `config`, in evaluation mode."""
+    """Return the FP32 model of `config`, in evaluation mode."""
     torch.manual_seed(seed)
     model = ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -143,7 +143,7 @@ def build(architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **o
 
 
 def on_meta(architecture: str = "qwen3", **options) -> PreTrainedModel:
-    """As `build`, without memory."""
+    """Return the model of `build` on the meta device."""
     with torch.device("meta"):
         return build(architecture, **options)
 

@@ -6,6 +6,6 @@ from examples.addition_task import build_tokenizer
 
 
 def tokenizer(max_length: int = 128) -> PreTrainedTokenizerFast:
-    made = build_tokenizer()
-    made.model_max_length = max_length
-    return made
+    built = build_tokenizer()
+    built.model_max_length = max_length
+    return built

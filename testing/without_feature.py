@@ -35,21 +35,21 @@ SWITCHED_ON = {  # feature -> flags of a run that uses it
 
 
 def copy_without(feature: str, folder: Path) -> None:
-    """The package in `folder`, without the feature; "nothing": all of it."""
+    """Copy the package to `folder` without the feature; "nothing" copies all of it."""
     shutil.copytree(PACKAGE, folder / "trl_fp8", ignore=shutil.ignore_patterns("__pycache__"))
     if feature == "nothing":
         return
     shutil.rmtree(folder / "trl_fp8" / "features" / feature)
     registry = folder / "trl_fp8" / "features" / "__init__.py"
     lines = registry.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.strip() != f'"{feature}",']
-    if len(kept) != len(lines) - 1:
-        raise ValueError(f"{feature} has {len(lines) - len(kept)} lines of registration, where one is expected.")
-    registry.write_text("".join(kept))
+    remaining = [line for line in lines if line.strip() != f'"{feature}",']
+    if len(remaining) != len(lines) - 1:
+        raise ValueError(f"{feature} has {len(lines) - len(remaining)} lines of registration, where one is expected.")
+    registry.write_text("".join(remaining))
 
 
 def import_all() -> list[str]:
-    """What cannot be imported, but for what vLLM's CPU build lacks."""
+    """Return the modules that cannot be imported, apart from parts that vLLM's CPU build lacks."""
     import trl_fp8
 
     failed = []
@@ -63,7 +63,7 @@ def import_all() -> list[str]:
 
 
 def train(model: str, output: Path, peft_config: object = None, **flags) -> dict:
-    """Figures of a few steps of the addition. The engine is shut down afterwards."""
+    """Train a few steps of the addition and return their figures. The engine is shut down afterwards."""
     from datasets import Dataset
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -105,7 +105,7 @@ def _share_of_digits(completions: list[str], **columns) -> list[float]:
 
 
 def tried(feature: str, model: str, mixture: str, folder: Path) -> dict:
-    """What becomes of a copy without the feature, in this process."""
+    """Return what happens to a copy without the feature, in this process."""
     copy_without(feature, folder)
     where = [str(folder / "trl_fp8")]
     spec = spec_from_file_location("trl_fp8", folder / "trl_fp8" / "__init__.py", submodule_search_locations=where)

@@ -1,4 +1,4 @@
-"""What every test needs: no network, quiet engines, tiny checkpoints."""
+"""Settings and fixtures of every test: no network, quiet engines, tiny checkpoints."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ gc.freeze = gc.unfreeze = lambda: None  # vLLM's calls, once for each engine, wo
 
 @pytest.fixture(autouse=True)
 def settled_heap(request):
-    """Take what is there before a test of engines, most of it imported code, out of the garbage collector's sight.
+    """Hide objects older than a test of engines, most of them imported code, from the garbage collector.
 
     vLLM looks through the whole heap twice for each engine that starts and three times for each that ends: 2 of 3
     seconds of an engine's life.
@@ -36,9 +36,9 @@ def settled_heap(request):
 
 @pytest.fixture(autouse=True)
 def no_rank():
-    """After a test this process is no rank of an engine: a config that a later test makes would form a group.
+    """Remove an engine's rank from the environment after each test: a later test's config would form a group.
 
-    Nor has it what vLLM sets for some models when it makes their configs: later engines would not be compiled.
+    Also remove the variable that vLLM sets with some models' configs: later engines would not be compiled.
     """
     yield
     for name in (*RANKS, "VLLM_USE_BREAKABLE_CUDAGRAPH"):
@@ -47,22 +47,22 @@ def no_rank():
 
 @pytest.fixture(scope="module", autouse=True)
 def thawed_heap():
-    """What a module's own fixtures held can be freed after it."""
+    """Let the garbage collector free a module's fixtures after the module."""
     yield
     unfreeze()
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """`checkpoint("qwen3", tied=True)` -> folder of a tiny checkpoint, made once per session and arguments."""
+    """Return a function: `checkpoint("qwen3", tied=True)` returns a tiny checkpoint, written once a session."""
     from testing import tiny_models  # not above: the process that hands tests to workers needs no torch
 
-    made = {}
+    folders = {}
 
     def make(architecture: str = "qwen3", **options) -> str:
         key = (architecture, repr(sorted(options.items())))  # some are lists
-        if key not in made:
-            made[key] = tiny_models.save_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **options)
-        return made[key]
+        if key not in folders:
+            folders[key] = tiny_models.save_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **options)
+        return folders[key]
 
     return make

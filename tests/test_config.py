@@ -61,7 +61,7 @@ def test_a_run_names_the_flags_that_were_set_and_not_what_defaults_came_to():
     }
 
 
-def test_what_the_user_sets_wins():
+def test_flags_of_the_user_go_before_defaults():
     made = config(vllm_importance_sampling_mode="sequence_mask", vllm_importance_sampling_clip_max=5.0)
     assert (made.vllm_importance_sampling_mode, made.vllm_importance_sampling_clip_max) == ("sequence_mask", 5.0)
     unbounded = config(vllm_importance_sampling_clip_max=None, vllm_importance_sampling_clip_min=0.5)

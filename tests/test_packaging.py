@@ -87,7 +87,7 @@ def imported(files) -> set[str]:
     return found - sys.stdlib_module_names
 
 
-def test_what_is_imported_is_declared():
+def test_imported_packages_are_declared():
     """By the dependencies, or by an extra: an engine, pictures. triton comes with an engine for GPUs."""
     extras = project("optional-dependencies")
     declared = names(*project("dependencies"), *extras["cuda"], *extras["report"])

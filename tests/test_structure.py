@@ -284,7 +284,7 @@ def names_imported(path):
             yield from ((module, alias.name) for alias in node.names)
 
 
-def test_what_is_imported_exists():
+def test_imported_names_exist():
     """Also inside functions that no test calls without a GPU. By reading: importing everything would take a minute."""
     ours, missing = {"trl_fp8", "testing", "tests", "benchmarks", "gpu", "examples"}, []
     for folder in ours - {"trl_fp8"} | {"src"}:
@@ -424,7 +424,7 @@ def imported(path):
             yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
 
 
-def test_what_tests_share_stands_in_testing():
+def test_tests_share_code_through_testing():
     """No test module is imported by another, nothing is found by a changed path, and oracles share no code with us."""
     bent = re.compile(r"sys\.path(?:\.(?:insert|append|extend)|\[|\s*\+?=)")
     for folder in ("tests", "testing", "benchmarks"):

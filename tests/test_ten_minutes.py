@@ -34,7 +34,7 @@ def results(tmp_path, monkeypatch):
     return run
 
 
-def test_they_stand_in_their_order_fit_into_ten_minutes_and_name_what_exists():
+def test_experiments_fit_into_ten_minutes_and_name_files_that_exist():
     assert [each.name for each in EXPERIMENTS] == ["decode", "sync", "kernels", "depth", "parts", "syncs"]
     for half in (EXPERIMENTS[:3], EXPERIMENTS[3:]):  # two commands of a lease
         assert sum(each.seconds for each in half) <= ten_minutes.LIMIT
@@ -66,7 +66,7 @@ def test_a_failure_is_a_result_and_the_next_one_begins(results):
     assert tested["rows"] == outcomes and tested["exit_code"] == 0 and "error" not in tested
 
 
-def test_its_commands_are_taken_by_what_they_call(monkeypatch):
+def test_benchmarks_accept_the_experiments_commands(monkeypatch):
     from benchmarks import bench_kernels, bench_rollout, bench_sync, measure_depth
 
     taken = []

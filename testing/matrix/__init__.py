@@ -1,1 +1,1 @@
-"""Each family of models that people train, through everything that a run does, with a real engine: `make models`."""
+"""The matrix of model families: each goes through a whole run with a real engine (`make models`)."""

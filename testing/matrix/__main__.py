@@ -54,7 +54,7 @@ def one(name: str) -> None:
 
 
 def in_a_process(name: str) -> dict:
-    """The row of a family, or how it failed."""
+    """Return the row of a family, or its failure."""
     start = time.perf_counter()
     command, environment = [sys.executable, "-m", "testing.matrix", "--one", name], alone()
     if name in WITH_TORCHVISION:
@@ -96,8 +96,8 @@ def main() -> int:
         runs = {pool.submit(in_a_process, name): name for name in names}
         for run in as_completed(runs):
             rows[runs[run]] = run.result() | {"commit": commit}
-            kept = {name: rows[name] for name in FAMILIES if name in rows}
-            record.write("models", len(kept), kept)
+            in_order = {name: rows[name] for name in FAMILIES if name in rows}
+            record.write("models", len(in_order), in_order)
     return int(any("failed" in found for found in rows.values()))
 
 

@@ -23,12 +23,12 @@ class Family:
 
 
 def trained(architecture: str, **overrides) -> Callable[[Path], object]:
-    """A checkpoint of `testing.tiny_models`."""
+    """Return a family with a checkpoint of `testing.tiny_models`."""
     return lambda folder: tiny_models.save_checkpoint(folder, architecture, **overrides)
 
 
 def other(model_type: str, **overrides) -> Callable[[Path], object]:
-    """A checkpoint of any causal LM, see `testing.other_models`."""
+    """Return a family with a checkpoint of `testing.other_models`: any causal LM."""
 
     def save(folder: Path) -> None:
         policy = other_models.policy(model_type, **overrides)
@@ -42,7 +42,7 @@ def other(model_type: str, **overrides) -> Callable[[Path], object]:
 
 
 def seeing(title: str, model_type: str, published: str = "", **flags) -> Family:
-    """A family of `testing.vision`."""
+    """Return a family of `testing.vision`."""
     return Family(title, lambda folder: vision.save_checkpoint(folder, model_type), published, flags, images=True)
 
 

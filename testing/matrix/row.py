@@ -40,7 +40,7 @@ EXACT = 1e-5
 
 
 def row(family: Family, folder: Path) -> dict[str, Any]:
-    """What docs/models.md says of a family; `AssertionError` where it does not do what it has to."""
+    """Return a family's row of docs/models.md; raise `AssertionError` if it fails a requirement."""
     logging.set_verbosity_error()  # reports of tensors that are not as the config says fail a comparison here
     model = folder / "policy"
     family.save(model)
@@ -93,7 +93,7 @@ def reward_even(completion_ids: list[list[int]], **columns) -> list[float]:
 
 
 def require_known(model_type: str, findings: Findings) -> None:
-    """The engine computes the model that the policy is, but for what is known of its type."""
+    """Require that the engine computes the policy's model, but for differences known of its type."""
     assert findings.compared > 4, "nothing was compared"
     quantities = set(findings.differences.values())
     expected = KNOWN.get(model_type, set())
@@ -102,7 +102,7 @@ def require_known(model_type: str, findings: Findings) -> None:
 
 
 def require_readable(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> None:
-    """transformers reads an export as the policy `model` with its FP8 weights dequantized, tensor by tensor."""
+    """Require that transformers reads an export as `model` with its FP8 weights dequantized, tensor by tensor."""
     read = type(model).from_pretrained(folder, dtype=torch.bfloat16)
     found = dict(read.named_parameters()) | dict(persistent_buffers(read))
     sent = dict(model.named_parameters()) | dict(persistent_buffers(model))
@@ -115,7 +115,7 @@ def require_readable(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) ->
 
 
 def full(model: Path, folder: Path, flags: dict, task: dict) -> dict[str, Any]:
-    """The mismatch with a full FP8 forward, or why there is none."""
+    """Return the mismatch with a full FP8 forward, or why there is none."""
     try:
         with training(str(model), arguments(folder, fp8_forward="one_forward", **flags), **task) as trainer:
             trainer.train()
@@ -127,13 +127,13 @@ def full(model: Path, folder: Path, flags: dict, task: dict) -> dict[str, Any]:
 
 
 def fp8_share(family: Family, tiny: Outline) -> float:
-    """Of the parameters of the published model, or of the tiny one; as an engine on a GPU holds them."""
+    """Return the FP8 share of parameters of the published or tiny model, as an engine on a GPU holds them."""
     outline = published.outline(family.published) if family.published else tiny
     return plan_for(outline, recipe_for(outline)).fp8_share
 
 
 def kv_words(recipe: FP8Recipe, model: PreTrainedModel) -> str:
-    """Which layers have an FP8 KV cache."""
+    """Say which layers have an FP8 KV cache."""
     if not recipe.fp8_kv_cache:
         return "BF16"
     caches = outline_of(model).caches

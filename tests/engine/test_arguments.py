@@ -124,7 +124,7 @@ def test_a_gpu_without_one_attention_kernel_for_all_batches_is_refused(platform)
         arguments(platform=platform, parts=[SharedKernelsPart()])
 
 
-def test_what_the_engine_compiles_for_one_row_and_for_many_is_refused():
+def test_operations_compiled_apart_for_one_row_and_for_many_are_refused():
     sizes = {"max_num_seqs": 8, "max_model_len": 64, "parts": [SharedKernelsPart()]}
     with pytest.raises(
         ValueError, match="fp8_forward='one_forward' with a policy of type 'cohere' on cuda: .* its norms"

@@ -241,7 +241,7 @@ def test_activations(form, name):
         require_invariant(module, forms(columns)[form])
 
 
-def test_what_torch_makes_of_a_bf16_number_does_not_depend_on_its_place():
+def test_torch_operations_on_bf16_do_not_depend_on_the_place_in_a_vector():
     """All of them, inside a vector, at its end, and strided: what models do to logits, and activations."""
     register_cpu_ops()
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -118,7 +118,7 @@ def test_padding_slots_are_not_written():
         ({"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(options, name):
+def test_unsupported_attention_is_refused_by_name(options, name):
     with pytest.raises(NotImplementedError, match=name):
         ReferenceAttentionImpl(HEADS, SIZE, 1.0, KV_HEADS, **options)
 

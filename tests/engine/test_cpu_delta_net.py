@@ -56,7 +56,7 @@ def run(net: nn.Module, parts: list[list[torch.Tensor]], slots: list[int], fresh
     return out.split(bounds.diff().tolist())
 
 
-def test_it_is_the_recurrence_of_transformers():
+def test_the_delta_net_is_the_recurrence_of_transformers():
     net, (mixed, b, a) = layer(), inputs(23)
     [out] = run(net, [[mixed, b, a]], [2], [True])
     padded = functional.pad(mixed.double().T, (C - 1, 0))
@@ -94,7 +94,7 @@ def test_decode_steps_and_chunks_give_what_one_prefill_gives_whatever_else_is_in
     assert not torch.equal(decoding, run(layer(), [others[1]], [3], [True])[0])  # it had a state
 
 
-def test_it_is_what_an_engine_calls(monkeypatch):
+def test_an_engine_calls_the_reference_delta_net(monkeypatch):
     monkeypatch.setattr(gdn_attention, "_cpu_gdn_attention_nonspec", gdn_attention._cpu_gdn_attention_nonspec)
     register_cpu_delta_net()
     assert gdn_attention._cpu_gdn_attention_nonspec is delta_net

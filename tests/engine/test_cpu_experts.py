@@ -59,14 +59,14 @@ def test_the_reference_is_the_loop(name, activation, with_bias):
     assert torch.equal(output, expected.float().bfloat16())
 
 
-def test_what_it_cannot_do_is_refused():
+def test_unsupported_experts_are_refused():
     assert not ReferenceUnquantizedExperts._supports_activation(MoEActivation.SWIGLUSTEP)
     with pytest.raises(NotImplementedError, match="not what goes in"):
         options = {"activation": MoEActivation.SILU, "apply_router_weight_on_input": True}
         experts().apply(*[torch.empty(1, 1)] * 6, **options)
 
 
-def test_it_comes_first_on_cpu_and_nowhere_else():
+def test_reference_experts_come_first_on_cpu_and_nowhere_else():
     register_cpu_experts()
     register_cpu_experts()
     classes = unquantized.backend_to_kernel_cls(unquantized.UnquantizedMoeBackend.CPU)

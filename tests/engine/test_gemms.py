@@ -105,7 +105,7 @@ def test_one_candidate_is_not_timed():
     assert fastest([only], SHAPES, [DECODING]) is only and only.called == []
 
 
-def test_what_fails_its_check_is_named_and_not_timed(caplog):
+def test_a_kernel_that_fails_its_check_is_named_and_not_timed(caplog):
     first, second = kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken = RuntimeError("3 of 9 outputs are wrong")
     with caplog.at_level(logging.INFO):
@@ -115,7 +115,7 @@ def test_what_fails_its_check_is_named_and_not_timed(caplog):
     assert "linear_backend='cutlass' is not used: RuntimeError: 3 of 9 outputs are wrong" in warned
 
 
-def test_what_is_not_for_the_device_is_no_warning(caplog):
+def test_kernels_for_other_devices_cause_no_warning(caplog):
     first, second = kernels(deep_gemm=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken = ValueError("Currently, only Hopper and Blackwell GPUs are supported.")
     with caplog.at_level(logging.INFO):
@@ -172,7 +172,7 @@ def test_all_ranks_take_the_kernel_whose_slowest_rank_is_fastest():
     assert agreed(ranks) == ["triton", "triton"]
 
 
-def test_what_one_rank_fails_none_takes():
+def test_no_rank_takes_a_kernel_that_failed_on_one():
     ranks = [kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6)) for _ in range(2)]
     ranks[1][0].broken = RuntimeError("wrong")
     assert agreed(ranks) == ["triton", "triton"]

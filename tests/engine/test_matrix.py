@@ -25,7 +25,7 @@ def test_a_family_goes_through_a_whole_run(name, tmp_path):
     assert made["full"].get("exact", False) == (name == "phi3")
 
 
-def test_what_is_said_to_be_trained_has_a_row_and_none_failed():
+def test_every_tested_family_has_a_row_and_none_failed():
     rows = json.loads(RESULTS.read_text())["results"]
     assert set(types_with("tested")) == set(FAMILIES) == set(rows)
     assert len(rows) >= 20 and not any("failed" in made for made in rows.values())

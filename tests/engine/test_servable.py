@@ -154,7 +154,7 @@ def finish(engine) -> None:
 
 
 @pytest.mark.parametrize("sizes, ranks", [((128, 128, 256), 2), ((64, 64, 192), 4), ((6, 6, 6), 3), ((5, 5, 7), 1)])
-def test_what_is_dealt_part_by_part_is_cut_as_vllms_loader_cuts_it(sizes, ranks):
+def test_shards_of_fused_parts_are_those_of_vllms_loader(sizes, ranks):
     sent = torch.randn(sum(sizes), 1, 4)
     for rank in range(ranks):
         own = [size // ranks for size in sizes]
@@ -172,7 +172,7 @@ def _both(piece, sent):
 
 
 @pytest.mark.parametrize("model_type", types_with("tested"))
-def test_what_is_not_refused_arrives_under_its_names(model_type, tmp_path):
+def test_tensors_of_accepted_models_arrive_under_their_names(model_type, tmp_path):
     if model_type.startswith("qwen3_5") or model_type in other_models.VISION:  # as vLLM's files of these classes do
         pytest.importorskip("torchvision")
     policy = other_models.policy(model_type)
@@ -182,7 +182,7 @@ def test_what_is_not_refused_arrives_under_its_names(model_type, tmp_path):
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_what_is_refused_would_not_arrive(model_type, tmp_path):
+def test_tensors_of_refused_models_would_not_arrive(model_type, tmp_path):
     policy = other_models.policy(model_type)
     with pytest.raises(ValueError, match=f"type '{model_type}' cannot be served") as error:
         servable.require_servable(outline_of(policy), engine_class)
@@ -195,7 +195,7 @@ def test_what_is_refused_would_not_arrive(model_type, tmp_path):
 @pytest.mark.parametrize(
     "model_type, said, wrong", SETTINGS, ids=[f"{kind}-{' '.join(said)}" for kind, said, _ in SETTINGS]
 )
-def test_what_a_config_says_is_refused_where_vllms_class_would(model_type, said, wrong, tmp_path):
+def test_configs_are_refused_that_vllms_class_refuses(model_type, said, wrong, tmp_path):
     policy = other_models.policy(model_type, **said)
     with pytest.raises(ValueError, match="its config (has the activation|gives some layers)"):
         servable.require_servable(outline_of(policy), engine_class)

@@ -44,7 +44,7 @@ def test_two_syncs_equal_a_fresh_engine_bit_for_bit(name, scale_format, checkpoi
 
 @pytest.mark.parametrize("scale", [1e-5, 1e-3, 1.0, 300.0])
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
-def test_what_vllm_requantizes_comes_back_the_same(scale, scale_format, checkpoint):
+def test_weights_that_vllm_requantizes_keep_their_bytes(scale, scale_format, checkpoint):
     """Weights far smaller and larger than any: vLLM's way through FP16 changes no byte, or the audit would say so."""
     generation = start(checkpoint, scale_format=scale_format)
     with torch.no_grad():

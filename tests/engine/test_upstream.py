@@ -103,7 +103,7 @@ def test_private_names_that_subclasses_share_with_their_bases_are_listed(ours):
 
 
 @pytest.mark.parametrize("target", sorted(patches.PATCHES))
-def test_what_is_patched_exists(target):
+def test_targets_of_patches_exist(target):
     owner, _, name = target.rpartition(".")
     assert has(resolved(owner), name)
     assert target.partition(".")[0] in patches.READ_IN

@@ -74,7 +74,7 @@ def test_weights_of_an_earlier_export_do_not_stay(hub, export):
     assert set(index["weight_map"].values()) == {n for n in hub.repos["user/policy-FP8"] if n.endswith("tensors")}
 
 
-def test_what_is_no_whole_export_is_not_pushed(hub, export, tmp_path, capsys):
+def test_an_incomplete_export_is_not_pushed(hub, export, tmp_path, capsys):
     folder = export("fp8")
     next(folder.glob("*.safetensors")).write_bytes(b"")
     assert main(["push", str(folder), "user/policy-FP8"]) == 2

@@ -70,7 +70,7 @@ def test_every_feature_takes_part_once_it_is_switched_on(without):
     assert set().union(*GONE_OF_ALL.values()) | {"Syncs"} == set(without["nothing"]["switched_on"]["features"])
 
 
-def test_what_is_not_used_changes_nothing(without):
+def test_features_that_are_off_change_nothing(without):
     """Bit for bit: a feature whose flags are off has no part in a run."""
     losses = {feature: found["default"]["losses"] for feature, found in without.items()}
     for feature in ("shared_base", "router_replay", "truncated_sampling", "run_log"):

@@ -109,7 +109,7 @@ def test_a_large_model_is_told_its_ranks(plan):
     assert full["gpus"] == 32 and full["tensor_parallel_size"] > 1
 
 
-def test_what_fits_nowhere_has_no_flags(tmp_path, capsys):
+def test_a_plan_that_fits_nowhere_names_no_flags(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-235B-A22B"]))
     assert main(["plan", str(tmp_path), "--gpu-memory", "24"]) == 0
     out = capsys.readouterr().out
@@ -243,7 +243,7 @@ def test_a_command_line_wins_over_a_run_config(plan):
         ({"dtype": "float16"}, "dtype='float16': a plan counts float32, bfloat16. Give one of them."),
     ],
 )
-def test_what_the_trainer_refuses_of_a_run_config_is_refused(flags, said, tmp_path, capsys):
+def test_a_plan_refuses_run_configs_that_the_trainer_refuses(flags, said, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-8B"]))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"reward_funcs": ["of.no_plan"]} | flags))
     assert main(["plan", str(tmp_path), "--config", str(tmp_path / "run.yaml")]) == 2
@@ -293,7 +293,7 @@ def test_no_split_is_planned_that_leaves_nothing_in_fp8(said, tmp_path, capsys):
     )
 
 
-def test_what_is_smaller_than_its_unit_is_not_nothing(said):
+def test_small_sizes_are_not_shown_as_zero(said):
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 256}
     out = said("Qwen/Qwen3-0.6B", "--context", "64", **sizes)
     assert "  trainer  < 0.1\n" in out and "weights < 0.1, vLLM 3" in out
@@ -399,7 +399,7 @@ def test_a_run_config_that_is_of_another_run_gets_no_plan(change, said, tmp_path
     assert said in capsys.readouterr().err
 
 
-def test_what_changes_the_memory_and_is_not_counted_is_named(tmp_path, capsys):
+def test_a_plan_names_settings_whose_memory_it_does_not_count(tmp_path, capsys):
     published.write("Qwen/Qwen3-8B", tmp_path / "model")
     changes = {"gradient_checkpointing": False, "optim": "paged_adamw_8bit"}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "model")} | changes))

@@ -93,7 +93,7 @@ def test_states_are_those_that_are_stated_elsewhere(name, options, gib):
     assert round(memory(name, **options).states / GIB) == gib
 
 
-def test_what_a_forward_needs_beside():
+def test_a_forward_needs_inputs_copies_and_logits():
     eight = memory("Qwen/Qwen3-8B", gpus=8, tokens=21504)
     assert eight.inputs == 36 * 21504 * 4096 * 2 and eight.copies == 0
     assert eight.head == 151936 * 4096 * 4  # on every rank
@@ -105,7 +105,7 @@ def test_what_a_forward_needs_beside():
     assert lora.head == lora.copies == lora.reference == 0  # without adapters it is its own reference
 
 
-def test_what_is_trained_in_shards_is_fp32_whatever_it_was_loaded_as():
+def test_sharded_parameters_are_trained_in_fp32():
     """accelerate 1.15, utils/fsdp_utils.py: trainable parameters are cast up under mixed precision."""
     assert memory("Qwen/Qwen3-8B", gpus=8, dtype="bfloat16").states == memory("Qwen/Qwen3-8B", gpus=8).states
     frozen = memory("Qwen/Qwen3-8B", gpus=8, dtype="bfloat16", lora_rank=32).weights

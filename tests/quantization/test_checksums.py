@@ -169,12 +169,12 @@ CODES = torch.zeros(4, 6, 8, dtype=torch.uint8)
         (torch.zeros(4, 4, 4, 4)[:3, :3, :3], "more than two strides"),
     ],
 )
-def test_what_is_not_words_is_refused(tensor, message):
+def test_tensors_without_whole_words_are_refused(tensor, message):
     with pytest.raises(ValueError, match=message):
         table_of([tensor])
 
 
-def test_what_cannot_be_sent_is_refused():
+def test_unsupported_dtypes_and_shapes_are_refused():
     with pytest.raises(ValueError, match=r"cannot be sent as torch\.bfloat16"):
         sum_sent([torch.zeros(4, dtype=torch.int32)], [torch.bfloat16])
     with pytest.raises(ValueError, match="no whole number of words in torch.bfloat16"):

@@ -66,7 +66,7 @@ def test_large_tensors_are_cast_in_parts(monkeypatch):
         assert digests_of_sent([master], [torch.bfloat16])[0] == digest(master.bfloat16())
 
 
-def test_what_a_table_of_pointers_can_read():
+def test_tables_of_pointers_take_rows_of_whole_words():
     odd = sample(torch.bfloat16, (4, 9))
     assert not any(map(_holds_words, (odd, odd[0], odd[0, 0], odd[0, 1:3])))
     assert all(map(_holds_words, (odd[:, :4], odd.float()[:, :3])))

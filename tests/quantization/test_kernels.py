@@ -249,7 +249,7 @@ def test_square_blocks_are_quantized_with_the_warps_that_a_device_is_faster_with
         (torch.empty(2, 8, 130, 256).to(E4M3)[:, :2], torch.empty(2, 2, 2, 2), "need to be steps of one stride"),
     ],
 )
-def test_what_cannot_be_written_to_is_refused(codes, scale, message):
+def test_destinations_that_cannot_be_written_to_are_refused(codes, scale, message):
     with pytest.raises(ValueError, match=message):
         quantize_blocks(torch.ones(codes.shape), True, "pow2", 1e-12, into=(codes, scale))
 

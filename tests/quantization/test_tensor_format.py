@@ -92,7 +92,7 @@ def test_nan_and_zeros():
     assert all(codes.scale.isnan().all() for codes in quantize_fused([dead, broken], TENSOR, "pow2"))
 
 
-def test_what_the_specs_say():
+def test_specs_have_the_numbers_of_their_formats():
     blocks = format_named("blocks")
     assert {name: spec.name for name, spec in FORMATS.items()} == {"blocks": "blocks", "tensor": "tensor"}
     with pytest.raises(ValueError, match=r"fp8_weight_format='rows' .*\['blocks', 'tensor'\]"):

@@ -24,7 +24,7 @@ def test_rows_are_in_order_and_of_types_that_transformers_has():
 
 
 @pytest.mark.parametrize("model_type", types_with("tested"))
-def test_what_a_row_says_of_a_model_is_what_transformers_builds(model_type):
+def test_rows_agree_with_the_models_that_transformers_builds(model_type):
     model, family = on_meta(model_type), FAMILIES[model_type]
     config, outline = model.config.get_text_config(), outline_of(model)
     parameters = outline.parameters

@@ -58,7 +58,7 @@ def test_a_flat_config_of_a_vision_language_model_is_read_as_one_of_today(tmp_pa
         ("gemma3_text", {"rope_parameters": NESTED}, (48, 1.0, "gelu_pytorch_tanh")),
     ],
 )
-def test_what_a_config_says_of_positions_and_activations(architecture, options, expected, tmp_path):
+def test_an_outline_has_the_configs_positions_and_activations(architecture, options, expected, tmp_path):
     tiny_models.config(architecture, **options).save_pretrained(tmp_path)
     found = outline_of_pretrained(str(tmp_path))
     assert (found.turned_alike, found.stretch, found.activation) == expected

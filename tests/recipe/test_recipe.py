@@ -135,7 +135,7 @@ def test_each_projection_in_a_weight_has_to_be_whole_blocks(tp_size, part):
         assert recipe.kept_modules["model.layers.0.self_attn.qkv_proj"].startswith("320 x 5120 per rank")
 
 
-def test_what_a_class_does_not_say_that_it_fuses_is_ignored_by_the_fused_name_too():
+def test_unannounced_fused_layers_are_ignored_by_the_fused_name_too():
     outline = outline_of(other_models.policy("stablelm"))
     ignored = ("model.layers.0.self_attn.k_proj",)
     kept = recipe_for(outline, ignored_modules=ignored).quantization_config["modules_to_not_convert"]

@@ -86,7 +86,7 @@ def test_layers_of_several_head_sizes_are_refused():
     assert "heads of several sizes" in refusal(servable.require_servable, made)
 
 
-def test_what_vllm_says_goes_before_the_lists():
+def test_vllms_registry_goes_before_the_lists():
     made = outline(tiny_models.config("qwen3"))
     assert servable.why_not_servable(made, lambda names: names[0]) is None
     assert "transformers backend" in servable.why_not_servable(made, lambda names: "TransformersForCausalLM")
@@ -184,12 +184,12 @@ def test_generation_kwargs_have_vllms_names(tmp_path):
         ({"temperature": 0.5}, "Set temperature=0.5 in the config instead"),
     ],
 )
-def test_what_the_trainer_sets_itself_is_refused(given, said, tmp_path):
+def test_generation_kwargs_that_the_trainer_sets_are_refused(given, said, tmp_path):
     assert re.search(said, refusal(FP8GRPOConfig, str(tmp_path), use_cpu=True, generation_kwargs=given))
     FP8GRPOConfig(str(tmp_path), use_cpu=True, temperature=0.5, generation_kwargs={"temperature": 0.5})
 
 
-def test_what_is_advised_instead_is_known_to_whom_it_is_for():
+def test_advised_arguments_are_known_to_trl_or_vllm():
     assert set(engine._INSTEAD) <= set(GenerationConfig().to_dict()) - set(engine.VLLM_NAMES)
     for words in engine._INSTEAD.values():
         name, _, given = words.partition("=")

@@ -36,7 +36,7 @@ CHECKS = {"model": require_model, "dataset": require_dataset}
 
 
 @pytest.mark.parametrize("kind", CHECKS)
-def test_what_can_only_be_a_folder_is_refused_without_the_hub(kind, here, monkeypatch):
+def test_misspelt_folders_are_refused_without_the_hub(kind, here, monkeypatch):
     questions = answering(monkeypatch, True)
     for name in ("./quickstrat", "/no/such/folder", "outputs/runs/quickstart"):
         with pytest.raises(ValueError, match="there is no such folder, seen from"):

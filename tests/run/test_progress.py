@@ -88,7 +88,7 @@ def test_an_evaluation_is_a_line_and_one_before_training_is_none(capsys):
 
 
 @pytest.mark.parametrize("missing", [{"reward": None}, {"completions/mean_length": None}])
-def test_what_was_not_measured_is_left_out(missing, capsys):
+def test_unmeasured_values_are_left_out(missing, capsys):
     go(FP8ProgressCallback(), last=1, logs=LOGS | missing)
     out = capsys.readouterr().out
     assert out == ("" if "reward" in missing else "step 1/1  reward 0.52  mismatch 0.0123\n")

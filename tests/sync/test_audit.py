@@ -163,7 +163,7 @@ def turn_by_another_angle(model):
 
 
 @pytest.mark.parametrize("tamper", [flip_a_byte, double_a_norm, turn_by_another_angle])
-def test_what_changes_in_the_engine_after_a_sync_is_named_before_anything_is_sampled(generation, tamper):
+def test_changes_in_the_engine_after_a_sync_are_named_before_sampling(generation, tamper):
     generation.sync_weights()
     expected = engines.log_probs(generation.llm)
     failures, sampled = generation.audit_failures, []

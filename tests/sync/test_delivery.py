@@ -266,7 +266,7 @@ class OtherRank:
 
 
 @pytest.mark.parametrize("ours", [None, RuntimeError("hiccup")], ids=["theirs", "both"])
-def test_what_failed_on_one_rank_is_repeated_on_all(made, ours):
+def test_a_failure_on_one_rank_is_retried_on_all(made, ours):
     policy, engine, tensors = made
     delivery = InPlaceDelivery(engine, policy, RECIPE, replicas=OtherRank({1: 1}))
     engine.broken = {1: ours} if ours else {}
@@ -284,7 +284,7 @@ def test_what_failed_on_one_rank_is_repeated_on_all(made, ours):
     ],
     ids=["for good", "twice", "audit"],
 )
-def test_what_failed_on_one_rank_fails_on_all(made, says, match):
+def test_a_failure_on_one_rank_fails_on_all(made, says, match):
     policy, engine, tensors = made
     delivery = InPlaceDelivery(engine, policy, RECIPE, replicas=OtherRank(says))
     with pytest.raises(RuntimeError, match=match):
@@ -308,7 +308,7 @@ def test_a_rank_that_cannot_calibrate_enters_no_collective(made, bad):
 
 
 @pytest.mark.parametrize("differ", ["sent", "held"])
-def test_what_is_carried_has_to_be_the_same_on_every_rank(made, differ):
+def test_carried_values_have_to_be_equal_on_all_ranks(made, differ):
     """On both ranks, whichever of them has another value, or an engine that did not take it."""
     policy, engine, tensors = made
     scales, seen = Scales(engine.calls), []
@@ -328,7 +328,7 @@ def test_what_is_carried_has_to_be_the_same_on_every_rank(made, differ):
     assert values[-2:].tolist() == [digest(SCALES).item(), 1] and refuses(delivery)
 
 
-def test_what_a_failed_attempt_held_is_gone_before_the_next(made):
+def test_a_failed_attempt_is_freed_before_the_next(made):
     policy, engine, _ = made
     held = []
 
@@ -401,7 +401,7 @@ def test_a_rank_on_which_a_gather_broke_off_enters_no_other_collective(made):
 
 
 @pytest.mark.parametrize("lost", ["norm.weight", "proj.weight_scale_inv", "scales"])
-def test_what_did_not_arrive_is_counted_and_refused(carrying, lost, monkeypatch):
+def test_tensors_that_did_not_arrive_are_counted_and_refused(carrying, lost, monkeypatch):
     delivery, engine, tensors, scales = carrying
     if lost == "scales":
         monkeypatch.setattr(scales, "write", lambda: setattr(scales, "held", scales.value * 2))
@@ -459,7 +459,7 @@ def in_parts():
     return delivery, engine, opened("trained", {"head.weight", "norm.weight"})
 
 
-def test_what_nobody_trains_is_sent_once_and_before_anybody_computes_with_it(in_parts):
+def test_frozen_tensors_are_sent_once_before_they_are_used(in_parts):
     delivery, engine, tensors = in_parts
     first, second = delivery.deliver(tensors), delivery.deliver(tensors)
     both = ["wake", "prepare", "trained", "scales", "verify", "reset"]
@@ -484,7 +484,7 @@ def test_only_the_part_that_was_changed_is_sent_again(name, again, in_parts):
     delivery.verify()
 
 
-def test_what_another_rank_lost_of_the_frozen_part_is_sent_by_all(in_parts):
+def test_frozen_tensors_that_another_rank_lost_are_sent_by_all(in_parts):
     """A rank that found its engine changed would otherwise be alone in the sync of the base."""
     delivery, engine, tensors = in_parts
     delivery._replicas = replicas = OtherRank()

@@ -223,7 +223,7 @@ def test_parts_that_are_not_the_parameter_are_not_taken_for_it(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"tensor_parallel_size": 2}, {"format": TENSOR}], ids=["parts", "one scale"])
-def test_what_ranks_cannot_quantize_in_parts_arrives_whole_in_bf16(change, tmp_path):
+def test_weights_that_ranks_cannot_quantize_in_parts_arrive_whole_in_bf16(change, tmp_path):
     """An engine holds parts of each weight; a scale needs all of it."""
 
     def sync(mesh):
@@ -372,7 +372,7 @@ def test_checksums_of_parts_add_up(shape):
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_is_gathered_of_qwen3_8b_is_what_the_page_says(ranks):
+def test_bytes_gathered_of_qwen3_8b_are_those_of_the_page(ranks):
     config = published.qwen3_8b()
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config)

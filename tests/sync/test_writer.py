@@ -182,7 +182,7 @@ def test_a_parameter_that_changes_once_the_next_is_asked_for_was_written(monkeyp
     assert not torch.equal(layout.sums(), expected.sums())  # as it would be otherwise
 
 
-def test_what_lacks_and_what_nobody_wanted_is_named():
+def test_missing_and_unknown_tensors_are_named():
     model = tiny_models.build()
     recipe = recipe_for_model(model)
     layout = layout_for(model, recipe)
@@ -266,7 +266,7 @@ def test_all_ranks_refuse_what_one_of_them_wrote():
         writer.inspect(another_saw)
 
 
-def test_what_an_engine_derives_is_made_anew_and_compared():
+def test_derived_tensors_are_recomputed_and_compared():
     """Here of a weight `[4, 8]`: its transpose, in FP32."""
     engine = torch.nn.Module()
     engine.weight = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16), requires_grad=False)

@@ -45,7 +45,7 @@ BF16 = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": True}
 
 
 @pytest.mark.parametrize("flags", [{}, {"kv_cache_dtype": "auto"}, BF16], ids=["fp8", "weights", "nothing"])
-def test_what_cannot_be_read_back_is_refused_before_an_engine_starts(flags, tmp_path, no_engine):
+def test_models_that_cannot_be_read_back_are_refused_before_an_engine_starts(flags, tmp_path, no_engine):
     model = saved("gpt_neox", tmp_path / "model")
     with pytest.raises(ValueError, match="type 'gpt_neox' cannot be served.*q, k, v as one tensor"):
         training(model, arguments(tmp_path / "run", **flags)).__enter__()

@@ -151,7 +151,7 @@ def no_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
 
-def test_what_accelerate_knows_goes_to_accelerate_and_the_rest_to_the_script(here, no_hub, monkeypatch):
+def test_flags_of_accelerate_go_to_accelerate_and_others_to_the_script(here, no_hub, monkeypatch):
     path = settings(num_processes=2, tpu=False, multi_gpu=True)
     words = ["--config", path, "--num_machines", "1", "--learning_rate", "1e-3", "--no_tpu_cluster"]
     args = launched(monkeypatch, *words)
@@ -205,7 +205,7 @@ def test_beside_an_fp8_base_only_who_says_so_loads_fp32(flags, dtype, here, no_h
     assert given["args"].model_init_kwargs.get("dtype") == dtype and given["peft_config"].r == 16
 
 
-def test_what_is_set_is_told_from_defaults(here, monkeypatch):
+def test_flags_that_were_set_are_distinguished_from_defaults(here, monkeypatch):
     monkeypatch.setenv("OF_A_RUN_CONFIG", "before")
     path = settings(lora_r=16, num_machines=1, env={"OF_A_RUN_CONFIG": 7})
     read = Parser().read([f"--config={path}", "--no-fp8-weights", "--num-processes", "2", "--beta=0.1"])
@@ -344,7 +344,7 @@ def test_math_verify_is_asked_for_only_where_answers_are_compared(monkeypatch):
         rewards.require_rewards(dataclasses.replace(script, reward_funcs=["accuracy_reward"]))
 
 
-def test_what_the_trainer_refuses_is_one_line_of_one_process(here, no_hub, monkeypatch, capsys):
+def test_a_refusal_of_the_trainer_is_one_line_of_one_process(here, no_hub, monkeypatch, capsys):
     refusal = "router_replay='rollout' : Qwen3ForCausalLM is not a mixture of experts."
     monkeypatch.setattr(FP8GRPOTrainer, "__init__", Mock(side_effect=ValueError(refusal)))
     for rank in ("0", "1"):
@@ -369,7 +369,7 @@ def test_the_command_ends_with_the_status_of_a_process(here, no_hub, monkeypatch
                 main(["train", "--config", settings()])
 
 
-def test_what_a_rewards_module_raises_is_seen(here, monkeypatch):
+def test_an_error_in_a_rewards_module_is_shown(here, monkeypatch):
     monkeypatch.syspath_prepend(str(here))
     Path("broken_rewards.py").write_text("int('many')")
     script = dataclasses.replace(Parser().parse_args_and_config([])[0], reward_funcs=["broken_rewards.digits"])

@@ -17,7 +17,7 @@ def installed(monkeypatch):
     private_names.require_versions.cache_clear()
 
 
-def test_what_is_installed_here_is_supported(installed):
+def test_installed_versions_are_supported(installed):
     private_names.require_versions()
 
 

@@ -189,7 +189,7 @@ def test_truncation_trades_bias_for_variance(level):
         assert interval(lost)[0] > 0, clip
 
 
-def test_which_clip_wins_depends_on_the_batch():
+def test_the_best_clip_depends_on_the_batch_size():
     """Mean squared error = bias^2 + variance / n, exact: small batches want a low C, large batches a high one."""
 
     def best(size):

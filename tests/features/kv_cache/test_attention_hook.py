@@ -791,7 +791,7 @@ def test_a_copy_of_a_hooked_model_has_a_hook_of_its_own(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_what_is_saved_knows_nothing_of_the_hook(implementation, tmp_path):
+def test_a_saved_model_has_no_trace_of_the_hook(implementation, tmp_path):
     model = build(implementation=implementation)
     model.save_pretrained(tmp_path / "plain")
     before = fingerprint(model)

@@ -45,7 +45,7 @@ class TestOwnGradient:
         assert x.grad.dtype == dtype and close(x.grad, exact)
         assert w.grad.dtype == torch.float32 and close(w.grad, (x.detach().double().square() * dy.double()).sum(0))
 
-    def test_what_needs_no_gradient_gets_none_and_is_computed_with_in_fp32(self):
+    def test_frozen_operands_get_no_gradient_and_are_computed_in_fp32(self):
         x, w = randn(3, 8), randn(8, seed=1, dtype=torch.float32).requires_grad_()
         dtypes = []
 

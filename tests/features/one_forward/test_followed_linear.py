@@ -176,7 +176,7 @@ def test_a_second_derivative_is_refused(backward):
         dx.sum().backward()
 
 
-def test_what_the_backward_keeps():
+def test_the_backward_keeps_few_tensors():
     def kept(precision, requires_grad=True):
         _, twin = pair(256, 128, precision)
         twin.layer.weight.requires_grad_(requires_grad)

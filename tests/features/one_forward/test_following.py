@@ -93,7 +93,7 @@ def bare_trainer(model, recipe, sharded=False, **flags):
     )
 
 
-def test_what_shows_without_an_engine_is_refused_before_one_starts():
+def test_contradicting_flags_are_refused_before_an_engine_starts():
     model, recipe = tiny_models.build("qwen3"), FP8Recipe(("a",), format=TENSOR)
     before, _ = followed(model)  # of an earlier trainer
     Following(bare_trainer(model, recipe))

@@ -66,7 +66,7 @@ def test_the_first_layer_that_differs_is_named(broken, found, trainer):
     assert "Set fp8_forward='off'" in message
 
 
-def test_what_only_a_decode_computes_otherwise_is_told_apart(trainer):
+def test_a_difference_in_decode_steps_alone_is_named_as_such(trainer):
     message = failure(trainer, "model.layers.0.mlp.gate_up_proj", where=lambda rows: rows <= DECODED)
     assert f"all {LAYERS} linear layers agree" in message and "how the engine decodes" in message
 
@@ -97,7 +97,7 @@ def test_a_warning_is_enough_where_it_is_asked_for(checkpoint, tmp_path, caplog)
     assert len(warnings) == 1 and "the output of model.layers.0.self_attn.o_proj" in warnings[0]
 
 
-def test_it_looks_again_when_adapters_are_no_longer_zero(checkpoint, tmp_path, monkeypatch):
+def test_the_check_repeats_when_adapters_are_no_longer_zero(checkpoint, tmp_path, monkeypatch):
     """An engine whose code leaves adapters out, as one compiled without them would, differs from then on."""
     generate, generating = LLM.generate, []
 

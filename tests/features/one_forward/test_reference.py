@@ -240,7 +240,7 @@ def test_a_simulated_cache_is_the_references_too(adapted, checkpoint, tmp_path):
             assert k3(trainer, batch, in_high_precision(trainer, batch)) > VISIBLE
 
 
-def test_what_a_reference_computes_with(checkpoint):
+def test_a_reference_has_the_weights_of_its_adapter(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"))
     whole = dict(reference_parameters(model))
     assert whole.keys() == dict(model.named_parameters()).keys()

@@ -107,7 +107,7 @@ def compared(model, engine, forward, hook):
 
 @pytest.mark.parametrize("follows", [True, False], ids=["follows", "off"])
 @pytest.mark.parametrize("broken, modules, quantity", BROKEN, ids=lambda v: getattr(v, "__name__", ""))
-def test_what_the_engine_computes_otherwise_is_named(broken, modules, quantity, follows):
+def test_modules_that_the_engine_computes_differently_are_named(broken, modules, quantity, follows):
     model = tiny_models.build("qwen3", num_attention_heads=2)
     forward, engine = followed(model)
     if broken is not None:
@@ -197,7 +197,7 @@ class TestBounds:
 
     @pytest.mark.parametrize("shape", [(32, 128, 64), (7, 300, 129), (3, 1024, 2100)])
     @pytest.mark.parametrize("outlier", [1, 1e3])
-    def test_of_linears(self, shape, outlier):
+    def test_the_bound_of_linears_holds(self, shape, outlier):
         tokens, columns, rows = shape
         generator = torch.Generator().manual_seed(0)
         x, weight = torch.randn(tokens, columns, generator=generator), torch.randn(rows, columns, generator=generator)

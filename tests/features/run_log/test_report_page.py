@@ -108,7 +108,7 @@ def test_a_check_says_of_how_many_steps_it_is(steps, words, tmp_path):
         ({"fp8/sync_seconds": 8.0}, "Is the sync cheap?"),
     ],
 )
-def test_what_is_wrong_is_marked(changed, question, tmp_path):
+def test_the_page_marks_problems(changed, question, tmp_path):
     assert questions(made_up_run(tmp_path, **changed), fine=False) == {question}
 
 
@@ -135,7 +135,7 @@ def test_results_are_the_ends_of_the_run_each_with_its_steps(tmp_path):
     assert "40 steps, finished. vLLM sampled the completions with FP8 weights" in summary(read_run(tmp_path))
 
 
-def test_what_was_not_measured_is_no_result(tmp_path):
+def test_unmeasured_values_are_no_results(tmp_path):
     begin(tmp_path, 0, FACTS | {"plan": None, "fp8_share": 0.0, "weight_bytes": None, "kv_cache_dtype": "auto"})
     append(tmp_path, "log", {"step": 3, "reward": 0.5, "fp8/sync_seconds": None})
     found = {result.label: (result.value, result.note) for result in results(read_run(tmp_path))}
@@ -207,7 +207,7 @@ def test_a_page_has_a_picture_for_everything_that_was_recorded(tmp_path, capsys)
     assert page.count("</h1>") == 1 and re.findall(r"<h(\d)>", page) == ["1"] + ["2"] * 5
 
 
-def test_what_was_not_recorded_has_no_picture(tmp_path):
+def test_unrecorded_values_have_no_picture(tmp_path):
     begin(tmp_path, 0, FACTS | {"plan": None, "correction": None, "kernels": {}})
     append(tmp_path, "log", {"step": 1, "reward": 0.5})
     append(tmp_path, "rollouts", {"step": 0})

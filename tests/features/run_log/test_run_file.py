@@ -22,7 +22,7 @@ def test_a_file_is_read_back(tmp_path):
     assert [row["step"] for row in run.rollouts] == [0, 1]
 
 
-def test_what_was_done_beyond_the_checkpoint_of_a_resume_does_not_count(tmp_path):
+def test_steps_beyond_the_resumed_checkpoint_do_not_count(tmp_path):
     begin(tmp_path, 0, {"attempt": 1})
     for number in (1, 2, 3):
         step(tmp_path, number, 0.0)

@@ -60,7 +60,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("which", REFUSED)
-def test_what_no_shared_base_can_have_is_refused_by_name(which, checkpoint, tmp_path):
+def test_settings_that_a_shared_base_cannot_have_are_refused_by_name(which, checkpoint, tmp_path):
     config, message = REFUSED[which]
     model = policy(checkpoint)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -137,7 +137,7 @@ def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
     ],
     ids=["adapters", "modules", "biases"],
 )
-def test_of_a_model_given_by_name_is_fp32_what_is_trained(config, dtype, checkpoint, tmp_path):
+def test_trained_parameters_of_a_model_by_name_are_fp32(config, dtype, checkpoint, tmp_path):
     args = arguments(tmp_path, **SHARED)
     construction = Construction(args, {"model": checkpoint("qwen3"), "peft_config": config}, create_model_from_path)
     with without_base(construction):

@@ -46,7 +46,7 @@ def handed_over(model, source):
     ],
     ids=["experts", "other-names", "common-scales"],
 )
-def test_what_was_quantized_is_read_again(architecture, flags, given_as, checkpoint):
+def test_the_source_reads_the_quantized_weights_again(architecture, flags, given_as, checkpoint):
     folder = checkpoint(architecture)
     model, expected = from_pretrained(folder), dict(from_pretrained(folder).named_parameters())
     if given_as == "name":
@@ -65,7 +65,7 @@ def from_pretrained_as(folder, **kwargs):
 
 
 @pytest.mark.parametrize("given_as", ["name", "object"])
-def test_of_an_fp8_checkpoint_there_is_nothing_but_codes(given_as, checkpoint, tmp_path):
+def test_an_fp8_checkpoint_keeps_nothing_but_codes(given_as, checkpoint, tmp_path):
     folder, tokenizer = checkpoint("qwen3"), AutoTokenizer.from_pretrained(checkpoint("qwen3"))
     original = from_pretrained(folder)
     export_fp8(original, tokenizer, tmp_path / "fp8", recipe=recipe_of(original))

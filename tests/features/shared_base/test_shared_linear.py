@@ -71,7 +71,7 @@ def test_gradient_checkpointing_computes_the_same():
     assert torch.equal(*gradients) and gradients[0].any()
 
 
-def test_where_the_weight_was_is_its_shape_and_nothing_to_compute_with():
+def test_a_shared_linear_has_its_weights_shape_without_values():
     layer, plain = shared()
     assert (layer.weight.shape, layer.weight.dtype) == (plain.weight.shape, torch.float32)
     assert layer.weight.isnan().all() and layer.weight.untyped_storage().nbytes() == 4

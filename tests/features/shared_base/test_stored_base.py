@@ -263,7 +263,7 @@ def test_checkpoints_of_other_forms_are_refused_by_name(change, message, checkpo
         loaded(folder)
 
 
-def test_what_is_no_base_in_safetensors_is_refused(checkpoint, tmp_path):
+def test_checkpoints_that_cannot_be_a_base_are_refused(checkpoint, tmp_path):
     folder = checkpoint("qwen3")
     with pytest.raises(ValueError, match="nothing of it is FP8.*Set fp8_base=False"):
         loaded(folder, lambda model: recipe_for_model(model, fp8_weights=False))

@@ -26,7 +26,7 @@ def found(log, *sequences):
     return [(note.counts_T.tolist(), note.ids_E.tolist()) for note in log.of([list(each) for each in sequences])]
 
 
-def test_what_vllm_returns_lies_behind_the_prompt():
+def test_survivors_that_vllm_returns_belong_to_tokens_after_the_prompt():
     log = SurvivorLog(returned_survivors)
     log.generated([output([1, 2], [3, 4], [[3], [4, 7, 9]]), output([1], [5], [[5, 6]])])
     assert found(log, [1, 2, 3, 4], [1, 5]) == [([0, 0, 1, 3], [3, 4, 7, 9]), ([0, 2], [5, 6])]

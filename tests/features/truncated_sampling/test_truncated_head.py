@@ -86,7 +86,7 @@ def test_values_and_gradients_are_those_of_the_renormalized_distribution(scale, 
     assert math.isclose(full[0], -gaps[0])  # one survivor: its probability is what was kept
 
 
-def test_what_nobody_wants_costs_no_gradient():
+def test_an_unused_entropy_costs_no_gradient():
     hidden, weight, bias = given()
     apply, options = truncated_head(rows()).apply, (TARGETS, TEMPERATURE, VOCABULARY_CHUNK, None, 1.0, ())
     log_probs, entropy, *_ = apply(hidden, weight.detach(), None, *options)
