@@ -230,10 +230,7 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
     "there is no 'acuracy_reward': did you mean accuracy_reward?": ({}, "--reward_funcs acuracy_reward"),
     "'my_reward.digits': no module 'my_reward' is installed": ({}, "--reward_funcs my_reward.digits"),
     "'no.such.digits': no module 'no.such' is installed": ({}, "--reward_funcs no.such.digits"),
-    "Accelerate config fsdp3 is neither a file nor a valid config in the `trl` package": (
-        {},
-        "--accelerate_config fsdp3",
-    ),
+    "TRL's are fsdp2, multi_gpu, single_gpu, zero1, zero2, zero3.": ({}, "--accelerate_config fsdp3"),
     "--accelerate_config wrong.yaml: A `distributed_type` must be specified": ({}, "--accelerate_config wrong.yaml"),
     "--max_steps: invalid int value: 'many'": ({"max_steps": "many"}, ""),
     "--max_steps: invalid int value: '[1, 2]'": ({"max_steps": [1, 2]}, ""),

@@ -4,6 +4,7 @@ import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, Namespace
 from copy import copy
+from importlib.resources import files
 from pathlib import Path
 from shutil import get_terminal_size
 
@@ -81,7 +82,12 @@ def launch_arguments(words: list[str]) -> Namespace:
     for name, value in (arguments.run_config or {}).items():
         if name not in parser.by_name and name != "env" and value is not False:  # a switch of accelerate's, left out
             launch_words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    launch_words = resolve_accelerate_config_argument([*launch_words, *arguments.other_words])
+    try:
+        launch_words = resolve_accelerate_config_argument([*launch_words, *arguments.other_words])
+    except ValueError as error:
+        names = sorted(file.name.removesuffix(".yaml") for file in files("trl.accelerate_configs").iterdir())
+        usable = ", ".join(name for name in names if not name.startswith(("_", "fsdp1")))  # FSDP1 is refused
+        raise ValueError(f"{error} TRL's are {usable}.") from error
     launch_words += ["--quiet", "--module", SCRIPT, *words]
     launched = parse_launch(launch_words)
     # As many processes as accelerate will start: batches are checked for them
