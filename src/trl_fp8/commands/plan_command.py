@@ -155,7 +155,8 @@ def _read(words: list[str]) -> Arguments:
 
 def _setup(arguments: Arguments, outline: Outline) -> Setup:
     """Return what to plan for. What neither a run config nor a word sets is as plans have it, not as TRL."""
-    values, spelled, is_alone = arguments.values, arguments.spelled, arguments.run_config is None
+    values, spelled = arguments.values, arguments.spelled
+    is_alone = arguments.run_config is None
     # Without a run config a plan chooses what no word sets; beside one it is TRL's default
     chosen = {"vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "max_completion_length"}
     stated = {name: None if is_alone and name not in spelled else getattr(values, name) for name in chosen}

@@ -209,7 +209,8 @@ def _kind(capacity: Capacity) -> str:
 
 def _words(capacity: Capacity) -> str:
     """Return the flags as words, without those that a run config has already."""
-    flags, run_config = recommended_flags(capacity), capacity.setup.run_config
+    flags = recommended_flags(capacity)
+    run_config = capacity.setup.run_config
     if run_config is not None:
         if "steps_per_generation" in run_config:
             flags["steps_per_generation"] = flags.pop("gradient_accumulation_steps")

@@ -125,7 +125,8 @@ class Planner:
 
     def _sizes(self, gpus: int) -> list[int]:
         """Return tensor parallel sizes that divide GPUs and attention heads, and not the blocks of FP8 weights."""
-        found, whole = [1], self.plan_at(1).fp8_parameters
+        found = [1]
+        whole = self.plan_at(1).fp8_parameters
         for size in self.sizes[1:]:
             if gpus % size == 0 and self.splits(size):
                 with suppress(ValueError):  # no layer can be FP8 at this size

@@ -39,7 +39,8 @@ def risks(plan: Plan, setup: Setup) -> list[Risk]:
 
 
 def _of_model(plan: Plan, base_in_engine: bool) -> list[Risk]:
-    outline, recipe, found = plan.outline, plan.recipe, []
+    outline, recipe = plan.outline, plan.recipe
+    found = []
     if not family_of(outline.config_type).tested:
         found.append(Risk(f"architecture not tested ({outline.config_type})."))
     if any(map(is_vision, outline.parameters)):

@@ -88,7 +88,8 @@ class TrainerMemory:
 
 def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> TrainerMemory:
     """Return the memory of a model's trainer beside an engine."""
-    args, gpus, is_sharded = setup.args, setup.gpus, setup.gpus > 1
+    args, gpus = setup.args, setup.gpus
+    is_sharded = gpus > 1
     linears = {name: shape for name, shape in outline.linears.items() if name != "lm_head"}
     # A and B of each linear layer (`all-linear`), in FP32
     adapters = 4 * (setup.lora_rank or 0) * sum(rows + columns for rows, columns in linears.values())

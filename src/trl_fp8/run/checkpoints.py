@@ -54,7 +54,8 @@ def checkpoint_to_resume(output_dir: str | Path, value: str | bool | None) -> st
     if word in LAST:
         return str(whole[-1]) if whole else None
     instead = f"Use resume_from_checkpoint={str(whole[-1])!r}" if whole else "Leave it out to start from the beginning"
-    folder, reason = Path(value), None
+    folder = Path(value)
+    reason = None
     if marker(folder).exists():
         reason = "was not written to its end: the run was killed while it was saved"
     elif not folder.is_dir():

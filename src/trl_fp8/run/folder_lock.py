@@ -28,7 +28,8 @@ def lock_folder(folder: str | Path, accelerator: Accelerator) -> None:
     Raises:
         ValueError: On every rank, if another process has locked it; the message names that process.
     """
-    path, other = Path(folder).resolve() / FILE, None
+    path = Path(folder).resolve() / FILE
+    other = None
     if accelerator.is_main_process and path not in _locked:
         path.parent.mkdir(parents=True, exist_ok=True)
         other = _lock(path)

@@ -159,10 +159,15 @@ def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> Non
 
 def launch_words(accelerator: Accelerator) -> str:
     """Return how the run was launched, as in "2 processes, DDP"."""
-    dist, processes = DistributedBackend(accelerator), accelerator.num_processes
-    sharding = f"ZeRO-{dist.zero_stage}" if dist.zero_stage else f"FSDP{dist.fsdp_version}" if dist.is_fsdp else "DDP"
-    one = accelerator.distributed_type is DistributedType.NO
-    return "1 process" if one else f"{processes} process{'es' if processes > 1 else ''}, {sharding}"
+    if accelerator.distributed_type is DistributedType.NO:
+        return "1 process"
+    backend, sharding = DistributedBackend(accelerator), "DDP"
+    if backend.zero_stage:
+        sharding = f"ZeRO-{backend.zero_stage}"
+    elif backend.is_fsdp:
+        sharding = f"FSDP{backend.fsdp_version}"
+    processes = accelerator.num_processes
+    return f"{processes} process{'es' if processes > 1 else ''}, {sharding}"
 
 
 @torch.no_grad()

@@ -115,7 +115,8 @@ class Parser(TrlParser):
                 action = self._option_string_actions.get(flag_word)
                 spelled[action.dest if action else name_of(flag_word)] = flag_word
         launcher = _names(launch_command_parser()) | {"accelerate_config"}
-        keys, flags = {*self.by_name, *launcher, "env"}, _names(self) | launcher
+        keys = {*self.by_name, *launcher, "env"}
+        flags = _names(self) | launcher
         unknown = [f"key {key!r} in {path}{did_you_mean(key, keys)}" for key in run_config or () if key not in keys]
         unknown += [f"flag --{name}{did_you_mean(name, flags)}" for name in spelled if name not in flags]
         if unknown:

@@ -167,7 +167,8 @@ def _stopped(trainers: list) -> str:
     from trl_fp8.run.checkpoints import LAST, checkpoint_to_resume
 
     (trainer,) = trainers
-    args, step = trainer.args, f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
+    args = trainer.args
+    step = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
     checkpoint = checkpoint_to_resume(args.output_dir, "auto")
     if checkpoint is None:
         return f"{step}; there is no checkpoint yet, so the same command starts from the beginning"

@@ -47,11 +47,13 @@ def _mismatch(run: Run) -> Iterator[Check]:
 
 def _healthy(run: Run) -> Iterator[Check]:
     keys = {key for row in run.logs for key in row if key.startswith(("mismatch/", "correction/"))}
-    if found := {key: fmean(values[-LAST:]) for key in keys if (values := _logged(run, key))}:
+    logged = {key: _logged(run, key) for key in keys}
+    found = {key: fmean(values[-LAST:]) for key, values in logged.items() if values}
+    if found:
         warnings = {}
         for registration in registrations():
             warnings |= registration.warnings(found, run.facts)
-        steps = min(LAST, max(len(_logged(run, key)) for key in found))
+        steps = min(LAST, max(map(len, logged.values())))
         over = f"Over the last {steps} logged steps" if steps > 1 else "In the one logged step"
         fine = f"{over} all its metrics are within the thresholds of the warnings."
         yield Check(not warnings, "Is the mismatch small enough to correct?", " ".join(warnings.values()) or fine)
@@ -80,7 +82,8 @@ def _dead(run: Run) -> Iterator[Check]:
 def _sync_share(run: Run) -> Iterator[Check]:
     steps, syncs = _logged(run, "step_time"), _logged(run, "fp8/sync_seconds")
     if steps and syncs:
-        step, sync, calibration = median(steps), median(syncs), _logged(run, "fp8/calibration_seconds")
+        step, sync = median(steps), median(syncs)
+        calibration = _logged(run, "fp8/calibration_seconds")
         answer = f"Sending the weights (the sync) takes {duration(sync)}, {sync / step:.1%} of a step"
         if calibration:
             answer += f", {duration(median(calibration))} of it for the scales of the KV cache"

@@ -49,7 +49,8 @@ def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure |
 
 def draw_panel(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> Figure:
     """Draw one curve, with its median if it is steady, else with its moving mean."""
-    middle, window = median(values), max(5, len(values) // 10)
+    middle = median(values)
+    window = max(5, len(values) // 10)
     marker = "." if len(values) <= 100 else None
     axes.plot(steps, values, color=RAW, linewidth=1, marker=marker, markersize=4, label="logged")
     if panel.steady:

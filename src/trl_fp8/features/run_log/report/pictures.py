@@ -55,8 +55,11 @@ class Picture:
 
 def training_pictures(runs: Sequence[Run]) -> list[Picture]:
     """Return the pictures of the training, a line a run."""
-    apart = {run.name: series(run.logs, key) for run in runs if (key := mismatch_key(run))}
-    mismatch = lines_figure(apart, MISMATCH, [run.name for run in runs])
+    curves = {}
+    for run in runs:
+        if key := mismatch_key(run):
+            curves[run.name] = series(run.logs, key)
+    mismatch = lines_figure(curves, MISMATCH, [run.name for run in runs])
     reward, length, time = (_logged(runs, panel) for panel in (REWARD, LENGTH, TIME))
     return [reward, Picture(MISMATCH.title, MISMATCH.meaning, mismatch), length, time]
 
@@ -79,8 +82,9 @@ def run_pictures(run: Run) -> dict[str, list[Picture]]:
         Picture("Scales of the KV cache", scales, scales_figure(run)),
         Picture("Clipped keys and values", "Share that was larger than its scale allows.", saturation_figure(run)),
     ]
-    times = {name: points for name, key in SYNC_PARTS.items() if (points := series(run.logs, key, 1000.0))[0]}
-    sync = Picture(SYNC.title, SYNC.meaning, lines_figure(times, SYNC, list(SYNC_PARTS)))
+    times = {name: series(run.logs, key, factor=1000.0) for name, key in SYNC_PARTS.items()}
+    measured = {name: (steps, values) for name, (steps, values) in times.items() if steps}
+    sync = Picture(SYNC.title, SYNC.meaning, lines_figure(measured, SYNC, list(SYNC_PARTS)))
     return {"Engine and trainer": mismatch, "KV cache": cache, "Sync of the weights": [sync]}
 
 

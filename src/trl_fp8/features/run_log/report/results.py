@@ -27,7 +27,8 @@ class Result:
 
 def results(run: Run) -> list[Result]:
     """Return the results that the run's file has data for."""
-    facts, found = run.facts, []
+    facts = run.facts
+    found = []
     # The two that change as a run goes, at its end and at its beginning
     of_steps = (
         ("reward", "Final reward", "mean over the completions", ""),
@@ -46,7 +47,8 @@ def results(run: Run) -> list[Result]:
         found.append(Result("Step time", "sampling, scoring, training", duration(median(times)), note))
     steps, syncs = series(run.logs, "fp8/sync_seconds")
     if syncs and times:
-        share, note = median(syncs) / median(times), f"{duration(median(syncs))}, median, {span(steps)}"
+        share = median(syncs) / median(times)
+        note = f"{duration(median(syncs))}, median, {span(steps)}"
         found.append(Result("Sync", "share of a step: new weights to the engine", f"{share:.1%}", note))
     # What FP8 makes of the engine's memory
     share = f"{facts['fp8_share']:.1%}" if facts["fp8_share"] else "none"

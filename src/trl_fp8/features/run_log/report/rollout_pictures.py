@@ -16,7 +16,8 @@ def ratio_figure(run: Run) -> Figure | None:
     rows = [row for row in run.rollouts if "log_ratio_counts" in row]
     if not rows:
         return None
-    recorded, limit = [row["log_ratio_counts"] for row in rows], rows[0]["log_ratio_limit"]
+    recorded = [row["log_ratio_counts"] for row in rows]
+    limit = rows[0]["log_ratio_limit"]
     counts = [sum(column) for column in zip(*recorded, strict=True)]
     late = [sum(column) for column in zip(*recorded[-max(1, len(recorded) // 4) :], strict=True)]
     width = 2 * limit / (len(counts) - 2)
@@ -99,7 +100,8 @@ def _heatmaps(
     rows = [row for row in run.rollouts if key in row]
     if not rows:
         return None
-    steps, layers = [row["step"] for row in rows], len(rows[0][key])
+    steps = [row["step"] for row in rows]
+    layers = len(rows[0][key])
     maps = [[[shown(row[key][layer][i]) for row in rows] for layer in range(layers)] for i in range(len(names))]
     every = [value for one in maps for layer in one for value in layer if not isnan(value)]
     figure = new_figure(4.4, 0.8 + len(names) * min(1.6, 0.7 + 0.03 * layers))
