@@ -72,8 +72,8 @@ class FP8Rollouts(Saving):
     # Of the class, so that overridden methods are TRL's on a trainer whose __init__ has not run, as TRL's own
     # tests make them
     recipe: FP8Recipe | None = None  # None if every FP8 flag is off
-    plan: Plan | None = None  # its summary is printed at the start; None likewise
-    features: tuple[Feature, ...] = ()  # what takes part in a step, in the order of their hooks
+    plan: Plan | None = None  # its summary is printed at the start; None if every FP8 flag is off
+    features: tuple[Feature, ...] = ()  # parts of a step, in the order of their hooks
     context: int = 0  # tokens of a sequence in the engine; 0: not known
     handover: dict[str, Any]  # by folder: what registrations leave to their features
 

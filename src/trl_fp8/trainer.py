@@ -1,4 +1,4 @@
-"""`FP8GRPOTrainer`: TRL's `GRPOTrainer` with FP8 rollouts. What a step is stands in rollouts.py."""
+"""`FP8GRPOTrainer`: TRL's `GRPOTrainer` with FP8 rollouts. rollouts.py describes a step."""
 
 from functools import wraps
 from inspect import signature

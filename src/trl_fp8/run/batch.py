@@ -111,7 +111,7 @@ class LogRatio:
     broken_BT: torch.Tensor  # bool: the rollout log-prob is fine, but the trainer's is NaN or +inf
     clamped_BT: torch.Tensor  # bool: scored, and |log r| was beyond the bound
     trainer_BT: torch.Tensor  # unchanged log-probs of the trainer, in the dtype of `values_BT`
-    rollout_BT: torch.Tensor  # unchanged log-probs of the engine, likewise
+    rollout_BT: torch.Tensor  # unchanged log-probs of the engine, in that dtype
 
     @property
     def has_evidence_B1(self) -> torch.Tensor:

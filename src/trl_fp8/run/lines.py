@@ -1,4 +1,4 @@
-"""Lines for the user, above a progress bar if there is one. Imports no torch: a command says them as it starts."""
+"""Lines for the user, above a progress bar if there is one. It imports no torch: a command prints while it does."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""`FP8ProgressCallback`: how a training goes in one line, in place of a dictionary of 70 metrics at each log.
+"""`FP8ProgressCallback`: training in one line, in place of a dictionary of 70 metrics at each log.
 
     step 12/40 |███████▌                | 00:13<00:28, reward 0.52  length 18  mismatch 0.0189
 

@@ -39,9 +39,8 @@ class Syncs(Feature, TrainerCallback):
             return
         dataset = trainer.train_dataset
         columns = dataset.column_names if isinstance(dataset, Dataset) else ()
-        if "prompt" not in columns or {"image", "images"}.intersection(
-            columns
-        ):  # TRL knows how many tokens images have
+        has_images = "image" in columns or "images" in columns  # TRL knows how many tokens these are
+        if "prompt" not in columns or has_images:
             return
 
         def characters(prompt: str | list[dict] | None) -> int:

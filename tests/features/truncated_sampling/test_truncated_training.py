@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from testing import engines
 from testing.runs import arguments, recorded, rows, training
 from trl_fp8.features.truncated_sampling.truncated_head import truncated_head
-from trl_fp8.features.truncated_sampling.truncation import OfBatch, Truncation
+from trl_fp8.features.truncated_sampling.truncation import BatchSurvivors, Truncation
 from trl_fp8.policy.swapped import scored_by
 
 
@@ -81,7 +81,7 @@ def scored(trainer, batch, *, truncated):
         torch.cat([batch[f"{part}_{name}"] for part in ("prompt", "completion")], 1) for name in ("ids", "mask")
     )
     columns = batch["completion_ids"].shape[1]
-    survivors = OfBatch(batch["survivor_counts"], batch["survivor_ids"]).rows(mask, columns)
+    survivors = BatchSurvivors(batch["survivor_counts"], batch["survivor_ids"]).rows(mask, columns)
     head = truncated_head(survivors) if truncated else trl_utils._ChunkedLogProbFunction
     with torch.no_grad(), scored_by(head):
         return GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, columns, 4)[0]

@@ -6,7 +6,7 @@ import torch
 import trl.trainer.utils as trl_utils
 
 from trl_fp8.engine.protocol import Survivors
-from trl_fp8.features.truncated_sampling.truncation import OfBatch, of_batch
+from trl_fp8.features.truncated_sampling.truncation import BatchSurvivors, of_batch
 
 
 # The end of the first one's prompt is what another rollout sampled; the second is a conversation, with two tokens of a
@@ -43,5 +43,5 @@ def test_completions_that_are_masked_have_no_rows(triton, counts, monkeypatch):
 
 
 def test_rows_of_a_batch_may_be_shuffled_and_split():
-    batch = OfBatch(*(tensor[[1]] for tensor in of_batch(SEQUENCES, PROMPTS)))
+    batch = BatchSurvivors(*(tensor[[1]] for tensor in of_batch(SEQUENCES, PROMPTS)))
     assert batch.rows(MASK[[1]], COLUMNS).ids_E.tolist() == [8, 9, 10]

@@ -5,7 +5,7 @@ TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss
     importance_sampling_ratio   the correction's weights. Those of TRL's modes are TRL's bit for bit while all
                                 log-probs are finite; a token with an infinite one gets the bound from TRL, 1 here
     tool_mask                   with denominator="shrink": the tokens that count (the attention mask stays)
-    num_items_in_batch          likewise, over all ranks
+    num_items_in_batch          with denominator="shrink": their number, over all ranks
     old_per_token_logps         with bypass: the rollout's log-probs
 """
 

@@ -65,7 +65,7 @@ class CorrectionFlags(FlagGroup):
     def resolve(self) -> None:
         if self.rollout_correction is not None:
             self._require_one_choice()
-        # TRL has to be told a mode also where its ratio is replaced; with VESPO it takes those of tokens only
+        # TRL needs a mode even if its ratio is replaced; with VESPO it takes those of tokens only
         replaced = self.any_fp8 or self.rollout_correction is not None
         if self.vllm_importance_sampling_mode is None:
             self.vllm_importance_sampling_mode = (

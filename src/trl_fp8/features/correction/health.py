@@ -1,4 +1,4 @@
-"""Warnings: a mismatch or correction metric is beyond what runs have borne without a loss, and what to try then.
+"""Warnings of mismatch and correction metrics at which runs have lost, and what to try then.
 
 The texts name what a user can change. The caller takes care that each is said once per run.
 """

@@ -88,7 +88,7 @@ class KVState:
     saturated_L2: Tensor | None = None  # share of k, v of the latest rollouts beyond the scales of their cache
     margin_factor: float = 1.0  # saturation widens the margin by it: 1, 2, 4, ... 16
 
-    coming_prompts: list[list[int]] | None = None  # token ids; None: nobody has told yet
+    coming_prompts: list[list[int]] | None = None  # token ids; None: not known yet
     margin: float | None = None  # of the latest scales; None: none were made yet
     factor_in_force: float = 1.0  # the `margin_factor` of the latest scales
     new: NewRollouts | None = None

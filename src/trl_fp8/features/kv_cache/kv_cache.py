@@ -33,7 +33,7 @@ FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks fo
 
 
 class KVCache(Feature):
-    """Installed before the engine starts; makes the run's recipe that with kv_cache_skip_layers='auto' resolved."""
+    """Calibrates and simulates the cache. Resolves kv_cache_skip_layers='auto' in the run's recipe."""
 
     def __init__(self, trainer, recipe: FP8Recipe):
         super().__init__(trainer)

@@ -38,7 +38,7 @@ class RouteTally:
 
 
 class RouterReplay:
-    """Installed on a policy, PEFT-wrapped or not; idle between `end` and the next `begin`. Messages name `flag`."""
+    """Replays routes in a policy, PEFT-wrapped or not, from `begin` to `end`. Messages name `flag`."""
 
     def __init__(self, model: nn.Module, flag: str = "router_replay"):
         base = transformers_model(model)
@@ -159,7 +159,7 @@ class _TopK(TorchFunctionMode):
 
 
 class _Replayed:
-    """Mixed into the class of a router."""
+    """Mixin for a router."""
 
     replay: tuple[RouterReplay, int]  # and the router's number among the layers that have one
 

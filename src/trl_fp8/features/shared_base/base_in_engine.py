@@ -63,7 +63,7 @@ def without_base(construction: Construction) -> Iterator[None]:
 
 
 class BaseInEngine(Feature):
-    """Made when the policy is there. The run's recipe is that of the base: codes of a checkpoint have their own."""
+    """Shares the base with the engine. The run's recipe is the base's: codes of a checkpoint have their own."""
 
     def __init__(self, trainer):
         super().__init__(trainer)

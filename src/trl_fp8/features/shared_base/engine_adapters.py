@@ -2,7 +2,7 @@
 
     y = Q(W) x + B (A x)        each product rounded to BF16, as vLLM's LoRA kernels do, and added
 
-vLLM's LoRA would choose an adapter for each token, in layers of other names, with kernels that have to be told of
+vLLM's LoRA would choose an adapter for each token, in layers of other names, with kernels that need to know
 every batch. Here one adapter serves all tokens: A and B are unquantized linears, run by the same kernels as any other
 (batch invariant where those are), compiled, captured in graphs and called by a trainer like any other, and what they
 hold is written, audited and sealed as weights are.
@@ -29,7 +29,7 @@ ADAPTERS = {A: "lora_a", B: "lora_b"}  # what a linear with room for adapters ca
 
 
 class _WithAdapter:
-    """Mixed into the class of what computes a linear layer."""
+    """Mixin for a linear layer's method: adds B (A x) to its output."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y = super().apply(layer, x, bias)
@@ -37,7 +37,7 @@ class _WithAdapter:
 
 
 class AdapterLinear(ReplicatedLinear, Added):
-    """A, or B, of the adapters of all the policy's `layers` that one linear of vLLM's computes, of one rank each."""
+    """A, or B, of the adapters of one linear of vLLM's, which computes all of the policy's `layers`; of equal rank."""
 
     def __init__(self, which: str, layers: list[Shard], rank: int, shape: tuple[int, int], prefix: str):
         inputs, outputs = shape

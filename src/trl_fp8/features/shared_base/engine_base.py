@@ -1,4 +1,4 @@
-"""The FP8 base of a policy in an engine: handed over once, with room for adapters, which alone each sync sends."""
+"""The FP8 base of a policy in an engine: sent once, with room for adapters; each sync sends adapters alone."""
 
 import re
 from collections.abc import Callable, Iterator, Set
@@ -30,7 +30,7 @@ TOKENS = list(range(8))  # a prompt to try adapters with: attention needs a few,
 
 
 class BasePart(EnginePart):
-    """The engine keeps the base, and the policy's layers compute with its codes, also while it sleeps."""
+    """Hands the base to the engine, which keeps it awake or asleep, and its codes to the policy's layers."""
 
     def __init__(self, base: SharedBase):
         self.base = base
@@ -82,7 +82,7 @@ class BasePart(EnginePart):
 
 
 class AdapterWeights(PolicyWeights):
-    """Adapters, and what else of the policy is trained beside a frozen base."""
+    """Source of a sync: adapters, and other trained parameters beside a frozen base."""
 
     def __init__(self, generation: FP8VLLMGeneration, base: SharedBase):
         super().__init__(generation)

@@ -1,4 +1,4 @@
-"""The frozen FP8 base of a policy: where its weights come from once, and who holds them from then on.
+"""The frozen FP8 base of a policy: the source of its weights, and their holder once the engine has started.
 
 model object            `HeldBase` takes the weights out of the model, which then is as small as one that was
                         loaded without them (stored_base.py)
@@ -34,8 +34,8 @@ ANEW = "Load the model anew, or give the trainer the flags that the first one ha
 
 
 class HeldBase:
-    """The weights of a policy that was given with them; they are where it had them until they are asked for. A policy
-    that shared its base with an engine before has the codes of that.
+    """Weights taken out of a model object; they stay on its device until they are read. A model that shared its base
+    with an earlier engine has codes instead.
     """
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe):
@@ -53,7 +53,7 @@ class HeldBase:
             share(module)
 
     def restore(self) -> None:
-        """Make the policy what it was, as long as no engine has its weights."""
+        """Put the weights back into the policy, unless an engine has them."""
         for name, module, parameter in self._places if self._weights else ():
             if not isinstance(self._weights[name], Float8Tensor):
                 if isinstance(module, HoldsCodes):
@@ -71,12 +71,12 @@ class HeldBase:
         yield from ((name, weight.detach()) for name, weight in self._weights.items())
 
     def release(self) -> None:
-        """Let go of the weights, which somebody holds in FP8."""
+        """Drop the weights, which the engine holds in FP8."""
         self._weights.clear()
 
 
 class SharedBase:
-    """Weights that a policy hands to its engine, and does without as soon as the engine has them."""
+    """Weights that a policy hands to its engine; afterwards it computes with the engine's codes."""
 
     def __init__(self, model: nn.Module, source: HeldBase | StoredBase, device: torch.device):
         self.model = model

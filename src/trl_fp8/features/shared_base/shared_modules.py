@@ -1,11 +1,11 @@
-"""Frozen layers of a policy that hold no weight: they compute with FP8 codes that somebody else keeps, an engine.
+"""Frozen layers of a policy that hold no weight: they compute with an engine's FP8 codes.
 
     forward     y = x @ W.T + bias, W dequantized for the call, in the dtype that the layer would have computed in
     backward    dX = dY @ W, W dequantized once more: no copy of a weight outlives a call
 
 Modules stay the objects that they are (policy/swapped.py), so names, adapters and gradient checkpointing work as
-before. Where a weight was stands a NaN of its shape: PEFT and transformers look at shapes, dtypes and devices, and
-whoever computed with it would notice. PEFT, which would merge adapters into it, is told what can.
+before. In the place of a weight is a NaN of its shape: PEFT and transformers look at shapes, dtypes and devices, and
+a computation with it would show. A merge of PEFT's into it raises an error that names the way.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def _held_or_absent(name: str) -> property:
 
 
 class SharedLinear(HoldsCodes):
-    """Mixed into the class of an `nn.Linear`."""
+    """Mixin for an `nn.Linear` without a weight."""
 
     codes: Float8Tensor | None  # of the weight `[N, K]`
     absent: dict[str, Tensor]  # by the name of the parameter
@@ -54,7 +54,7 @@ class SharedLinear(HoldsCodes):
 
 
 class SharedExperts(HoldsCodes):
-    """Mixed into the class of all experts of a layer, `[E, N, K]` each."""
+    """Mixin for the module of all experts of a layer, `[E, N, K]` each, without weights."""
 
     codes: dict[str, Float8Tensor] | None
     absent: dict[str, Tensor]
@@ -82,19 +82,17 @@ def fp8_weights(model: nn.Module, recipe: FP8Recipe) -> Iterator[tuple[str, nn.M
 def share(module: nn.Module) -> None:
     """Take the weights out of a linear layer, or out of all experts of a layer. Idempotent."""
     if not isinstance(module, HoldsCodes):
-        absent = {name: _absent(module._parameters.pop(name)) for name in _weight_names(module)}
+        absent = {}
+        for name in _weight_names(module):
+            weight = module._parameters.pop(name)
+            device = "cpu" if weight.is_meta else weight.device  # a meta tensor has no place
+            nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)  # expanded, it takes no memory
+            absent[name] = nan.expand(weight.shape).as_subclass(AbsentWeight)
         swap(module, SharedLinear if isinstance(module, nn.Linear) else SharedExperts, codes=None, absent=absent)
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:
     return ("weight",) if isinstance(module, nn.Linear) else TRANSFORMERS.fused
-
-
-def _absent(weight: Tensor) -> Tensor:
-    """Return a NaN of a tensor's shape, without memory; on the host where the tensor has no place."""
-    device = "cpu" if weight.is_meta else weight.device
-    nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)
-    return nan.expand(weight.shape).as_subclass(AbsentWeight)
 
 
 def _computed_in(x: Tensor) -> torch.dtype:
@@ -103,7 +101,7 @@ def _computed_in(x: Tensor) -> torch.dtype:
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """`x @ W.T` of x `[..., K]`."""
+    """Computes `x @ W.T` of x `[..., K]`, W dequantized for the call, and dX likewise."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codes: Float8Tensor) -> Tensor:

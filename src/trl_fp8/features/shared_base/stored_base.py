@@ -1,8 +1,8 @@
-"""Loading a policy without the weights that will be FP8, and reading those from its checkpoint afterwards.
+"""A policy loaded without the weights that will be FP8, and a reader of those in its checkpoint.
 
     transformers builds the model, empty   -> its FP8 linears and experts get no weight (shared_modules.py)
     transformers loads the checkpoint      -> what has no place any more is never read
-    `StoredBase.tensors`                   -> exactly that, one weight at a time, for whoever quantizes or holds it
+    `StoredBase.tensors`                   -> reads exactly that, one weight at a time
 
 So the base is never in memory in high precision. Codes of a checkpoint in 128x128 blocks are taken as they are.
 transformers lets a quantizer change the empty model; ours stands in for any that it would choose.
@@ -90,7 +90,7 @@ class _Loader(HfQuantizer):
     def chosen(
         self, config: PreTrainedConfig, quantization: object, device_map: object, *_, gguf_file: str | None = None
     ) -> tuple[HfQuantizer, PreTrainedConfig, object]:
-        """Return this one, whatever the config says. Replaces `transformers.quantizers.auto.get_hf_quantizer`."""
+        """Return this quantizer for every config. Replaces `transformers.quantizers.auto.get_hf_quantizer`."""
         if quantization is not None or gguf_file is not None:
             format_asked = f"quantization_config={type(quantization).__name__}(...)"
             if gguf_file is not None:
@@ -145,7 +145,7 @@ class StoredWeight:
     name: str  # in the policy
     shape: tuple[int, ...]  # `[N, K]`; of all experts `[E, N, K]`
     parts: tuple[str, ...]  # names in the checkpoint: one, or for each expert those that follow each other along N
-    scales: tuple[str, ...]  # likewise; empty where it is in high precision
+    scales: tuple[str, ...]  # of the parts; empty if the weight is in high precision
     checkpoint: Mapping[str, Stored] = field(repr=False)
 
     @property

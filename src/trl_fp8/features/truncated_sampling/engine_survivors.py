@@ -69,7 +69,7 @@ def returned_survivors(outputs: list[RequestOutput]) -> list[Survivors]:
 
 
 class SamplerCapture:
-    """Looks on as an engine with the first model runner samples."""
+    """Reads the sampler of an engine with the first model runner."""
 
     def __init__(self, llm: LLM):
         self._llm = llm

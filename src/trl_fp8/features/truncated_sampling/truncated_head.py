@@ -28,7 +28,7 @@ ALIGNED = 8  # columns; a GEMM in 16 bits wants rows that begin at 16 bytes
 class Rows:
     """Survivors of the tokens that TRL's head is going to get, in its order, chunk by chunk."""
 
-    counts_N: Tensor  # int64, on the device; 0: nobody sampled this token
+    counts_N: Tensor  # int64, on the device; 0: not sampled, as in prompts
     ids_E: Tensor  # int64
 
     def take(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def truncated_head(survivors: Rows, elsewhere: Logits | None = None) -> SimpleNa
 
 
 class TruncatedHead(torch.autograd.Function):
-    """Log-probs and entropies of the survivors, renormalized, and zero for tokens that nobody sampled."""
+    """Log-probs and entropies of the survivors, renormalized, and zero for tokens that were not sampled."""
 
     @staticmethod
     def forward(

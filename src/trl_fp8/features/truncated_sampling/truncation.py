@@ -29,14 +29,14 @@ from .truncated_head import Rows, truncated_head
 
 
 # Keys of a batch
-SURVIVOR_COUNTS = "survivor_counts"  # [B, T] int32: tokens that top-k, top-p and min-p left; 0: nobody sampled it
+SURVIVOR_COUNTS = "survivor_counts"  # [B, T] int32: tokens that top-k, top-p and min-p left; 0: not sampled
 SURVIVOR_IDS = "survivor_ids"  # [B, M] int32: their token ids, those of one position behind those of another
 
 
-class OfBatch(NamedTuple):
+class BatchSurvivors(NamedTuple):
     """Survivors of the completions of a batch, on the trainer's device."""
 
-    counts_BT: Tensor  # int32; 0: nobody sampled this token
+    counts_BT: Tensor  # int32; 0: not sampled
     ids_BM: Tensor  # int32, those of one token behind those of another; 0 behind the last
 
     def rows(self, mask_BS: Tensor, columns: int) -> Rows:
@@ -56,7 +56,7 @@ class Truncation(Feature):
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        self._now: OfBatch | None = None  # of the batch that is scored
+        self._now: BatchSurvivors | None = None  # of the batch that is scored
 
     def engine_part(self):
         from .engine_survivors import SurvivorLog  # needs vllm
@@ -66,7 +66,7 @@ class Truncation(Feature):
 
     def after_generation(self, rollouts: Rollouts) -> None:
         found = of_batch(self.log.of(rollouts.sequences), [len(prompt) for prompt in rollouts.prompt_ids])
-        self._now = OfBatch(*(tensor.to(self.trainer.accelerator.device) for tensor in found))
+        self._now = BatchSurvivors(*(tensor.to(self.trainer.accelerator.device) for tensor in found))
 
     def scoring(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
         return self._truncated(mask, logits_to_keep, reference=False)
@@ -94,7 +94,7 @@ class Truncation(Feature):
         self._now = None
 
     def begin_loss(self, inputs: Mapping[str, Tensor]) -> None:
-        self._now = OfBatch(inputs[SURVIVOR_COUNTS], inputs[SURVIVOR_IDS])
+        self._now = BatchSurvivors(inputs[SURVIVOR_COUNTS], inputs[SURVIVOR_IDS])
 
     def end_loss(self) -> None:
         self._now = None
@@ -117,9 +117,9 @@ class Truncation(Feature):
             )
 
 
-def of_batch(survivors: list[Survivors], prompts: list[int]) -> OfBatch:
+def of_batch(survivors: list[Survivors], prompts: list[int]) -> BatchSurvivors:
     """Return the survivors of completions; the first `prompts` tokens of each sequence are its prompt."""
     pairs = list(zip(survivors, prompts, strict=True))
     counts = [torch.from_numpy(each.counts_T[prompt:]) for each, prompt in pairs]
     ids = [torch.from_numpy(each.ids_E[each.counts_T[:prompt].sum() :]) for each, prompt in pairs]
-    return OfBatch(*(pad_sequence(each, batch_first=True) for each in (counts, ids)))
+    return BatchSurvivors(*(pad_sequence(each, batch_first=True) for each in (counts, ids)))
