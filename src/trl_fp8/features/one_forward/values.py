@@ -135,11 +135,11 @@ class Values:
         """Compare the input of the last linear in `own`. Linears are compared by themselves."""
         x, seen = args[0].to(module.down_proj.weight.dtype), {}
 
-        def rounded(linear: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        def round_output(linear: nn.Module, args: tuple, output: Tensor) -> Tensor:
             seen[linear] = output.to(torch.bfloat16)
             return seen[linear].float()
 
-        def reached(linear: nn.Module, args: tuple) -> tuple[Tensor]:
+        def note_product(linear: nn.Module, args: tuple) -> tuple[Tensor]:
             seen["product"] = args[0].flatten(0, -2)
             return (args[0].to(x.dtype),)
 
@@ -147,8 +147,8 @@ class Values:
         linears = [module.gate_up_proj] if fused else [module.gate_proj, module.up_proj]
         with ExitStack() as handles:
             for linear in linears:
-                handles.enter_context(linear.register_forward_hook(rounded))
-            handles.enter_context(module.down_proj.register_forward_pre_hook(reached))
+                handles.enter_context(linear.register_forward_hook(round_output))
+            handles.enter_context(module.down_proj.register_forward_pre_hook(note_product))
             own(x)
         gate_up = torch.cat([seen[linear] for linear in linears], -1).flatten(0, -2)
         bound = activation_bound(seen["product"], *gate_up.float().chunk(2, -1))
@@ -178,7 +178,7 @@ class Values:
         bound_T = linear_bound(x_TK, weights["weight"], own_TE, U16)
         if not self._note("router", module, found_TE, own_TE, bound_T, quantity="logits"):
             return
-        # Experts whose logits are within rounding may stand for each other
+        # Rounding may exchange experts whose logits differ by less than its bound
         behind_T = own_TE.gather(-1, own_chosen).amin(-1) - own_TE.gather(-1, chosen.long()).amin(-1)
         if not self._findings.require(bool((behind_T <= 2 * bound_T).all()), self._names[module], "chosen experts"):
             return
