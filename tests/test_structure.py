@@ -487,6 +487,16 @@ def test_importing_the_package_touches_no_gpu_and_starts_nothing():
     assert "FP8GRPOTrainer" in done.stdout
 
 
+def test_the_console_script_and_registrations_import_no_torch():
+    """Ctrl-C is handled before torch is imported, and `trl-fp8 --help` does not wait for transformers."""
+    code = (
+        "import sys, trl_fp8.commands.cli, trl_fp8.run.feature;"
+        "print({'torch', 'transformers', 'trl'}.intersection(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
 def test_configuration_page_is_generated_from_the_flags():
     """In a process of its own: a parser of command lines resolves the types of the config's fields for good."""
     done = subprocess.run(
