@@ -107,6 +107,27 @@ NOT_YET_PLAIN = {  # folders, and modules of the package itself, that are still 
     "policy",
     "sync",
 }
+TESTS_OF_SEVERAL = {  # outside of tests/features, and yet they import a feature, which is one part of what they test
+    "engine/test_arguments.py",
+    "engine/test_experts.py",
+    "engine/test_gpu.py",
+    "engine/test_rollout_llm.py",
+    "engine/test_upstream.py",
+    "faults/test_engine.py",
+    "faults/test_process.py",
+    "planning/test_capacity.py",
+    "planning/test_trainer_memory.py",
+    "policy/test_latent_attention.py",
+    "quantization/test_tensor_format.py",
+    "recipe/test_families.py",
+    "recipe/test_servable.py",
+    "run/test_progress.py",
+    "sync/test_audit.py",
+    "test_config.py",
+    "test_structure.py",
+    "trainer/test_train_command.py",
+    "trainer/test_trl_features.py",
+}
 # Instance attributes of other libraries' classes
 NAMES_THAT_ARE_WRITTEN = {name for names in PRIVATE_NAMES.values() for name in names if name.startswith("_")}
 
@@ -436,6 +457,15 @@ def test_tests_share_code_through_testing():
     for oracle in ("oracles", "fp8_oracle", "straight_through"):
         ours = [name for name in imported(ROOT / "testing" / f"{oracle}.py") if re.match(r"\.|trl_fp8|testing", name)]
         assert ours == []
+
+
+def test_tests_of_a_feature_stand_in_its_folder():
+    """So that whoever deletes the feature deletes them with it."""
+    found = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if any(f"{module}.{name}".startswith("trl_fp8.features.") for module, name in names_imported(path)):
+            found.add(path.relative_to(ROOT / "tests").as_posix())
+    assert {path for path in found if not path.startswith("features/")} <= TESTS_OF_SEVERAL
 
 
 def test_every_module_says_what_it_is():
