@@ -126,6 +126,9 @@ def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
     for model in (checkpoint("qwen3"), policy(checkpoint)):
         with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig"):
             FP8GRPOTrainer(model, reward_digits, args, dataset(), peft_config=lora(), quantization_config=config)
+    args = arguments(tmp_path, **SHARED, model_init_kwargs={"quantization_config": config})
+    with pytest.raises(ValueError, match="fp8_base=True with quantization_config=.*Remove quantization_config"):
+        FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, args, dataset(), peft_config=lora())
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,9 @@ def without_base(construction: Construction) -> Iterator[None]:
             require_own_weights(model)
         yield
         return
-    require_trainable_base(args, adapters, construction.trainer_kwargs.get("quantization_config"))
+    loading = args.model_init_kwargs or {}
+    quantization = construction.trainer_kwargs.get("quantization_config") or loading.get("quantization_config")
+    require_trainable_base(args, adapters, quantization)
     construction.dequantizes = False  # codes of an FP8 checkpoint are taken as they are
     if isinstance(model, str):
         create = construction.create_model
