@@ -54,7 +54,7 @@ def rows(options: argparse.Namespace) -> Iterator[Callable[[], dict]]:
         yield lambda: {"exact": require_exact_kernels(device) is None}
     passed = []
     for name in platform.linear_backends(recipe):
-        gemm = Gemm(name, recipe.format, recipe.scale_format, device, config, alike=True)
+        gemm = Gemm(name, recipe.format, recipe.scale_format, device, config, batch_invariant=True)
         yield lambda gemm=gemm: (gemm.check(), passed.append(gemm), {"check": gemm.name})[-1]
     for count in options.rows:
         for shape in recipe.gemms(outline_of(model)):

@@ -187,7 +187,7 @@ def _candidates(policy: "PreTrainedModel") -> list[str]:
         gemm = Gemm(name, recipe.format, recipe.scale_format, device, policy.config)
         try:
             with FakeTensorMode(), calls_recorded():
-                kernel, layer = gemm.made(CHECKED)
+                kernel, layer = gemm.kernel_and_layer(CHECKED)
                 kernel.process_weights_after_loading(layer)
                 reason = why_linear_unverifiable(kernel, layer)
                 for rows in [] if reason else CHECKED_ROWS:

@@ -174,7 +174,7 @@ class PretendedEngine:
 
 
 class PretendedScales:
-    """`sync.delivery.Carried`: the KV scales of such a model, all of them 1."""
+    """`sync.delivery.CarriedValue`: the KV scales of such a model, all of them 1."""
 
     name = "KV cache scales"
 

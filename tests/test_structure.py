@@ -102,11 +102,6 @@ WRITTEN_FROM_OUTSIDE = {
 # CONTRIBUTING.md, "Language": words that no docstring begins with, and identifiers that name nothing of the domain
 NO_VERB = re.compile(r"(Of|As|What|Those|Both|How|Where|Which)\b")
 NO_NOUNS = frozenset("given held ours told asked alike said how at_once made among others kept trls".split())
-NOT_YET_PLAIN = {  # folders, and modules of the package itself, that are still to be rewritten
-    "engine/vllm",
-    "policy",
-    "sync",
-}
 TESTS_OF_SEVERAL = {  # outside of tests/features, and yet they import a feature, which is one part of what they test
     "engine/test_arguments.py",
     "engine/test_experts.py",
@@ -187,10 +182,12 @@ def modules():
     return found
 
 
-def imports_of(name, path, known):
-    """Modules of ours that one imports anywhere, inside functions too, but not for the eyes of a type checker."""
+def imports_of(name, path, known, types_too=False):
+    """Yield the modules of ours that one imports anywhere, inside functions too; with `types_too` also those that only
+    a type checker reads.
+    """
     tree = ast.parse(path.read_text())
-    hidden = for_type_checkers(tree)
+    hidden = set() if types_too else for_type_checkers(tree)
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(tree):
         if id(node) in hidden:
@@ -230,10 +227,12 @@ def circles(arrows):
 
 
 def test_no_modules_import_each_other():
-    """In any folder, by imports inside functions, too. A folder's `__init__` is left out: it runs first."""
+    """By imports inside functions and under TYPE_CHECKING, too. A folder's `__init__` is left out: it runs first."""
     known = modules()
     leaves = {name: path for name, path in known.items() if path.name != "__init__.py"}
-    arrows = {name: {to for to in imports_of(name, path, known) if to in leaves} for name, path in leaves.items()}
+    arrows = {}
+    for name, path in leaves.items():
+        arrows[name] = {target for target in imports_of(name, path, known, types_too=True) if target in leaves}
     assert circles(arrows) == set()
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset("bc")}
 
@@ -488,13 +487,7 @@ def unclear(tree):
 
 
 def test_docstrings_begin_with_a_verb_and_names_are_nouns():
-    found = {}
-    for path, tree in sources():
-        place = path.rpartition("/")[0] or path
-        found.setdefault(place, []).extend(f"{path}: {each}" for each in unclear(tree))
-    unclean = {place: each for place, each in found.items() if each}
-    assert [line for place in unclean.keys() - NOT_YET_PLAIN for line in unclean[place]] == []
-    assert NOT_YET_PLAIN - unclean.keys() == set(), "in NOT_YET_PLAIN, but plain: remove it there"
+    assert [f"{path}: {each}" for path, tree in sources() for each in unclear(tree)] == []
     broken = ast.parse(
         'def f(given):\n    """Of what."""\n    with x as held:\n        pass\n    return [how for how in y]'
     )

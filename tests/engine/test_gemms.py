@@ -187,8 +187,8 @@ def test_the_reference_kernel_passes_the_check(format_name, scale_format):
     reference(format_name, scale_format).check()
 
 
-def reference(format_name="blocks", scale_format="pow2", alike=True):
-    return Gemm("auto", FORMATS[format_name], scale_format, torch.device("cpu"), tiny_models.config(), alike)
+def reference(format_name="blocks", scale_format="pow2", batch_invariant=True):
+    return Gemm("auto", FORMATS[format_name], scale_format, torch.device("cpu"), tiny_models.config(), batch_invariant)
 
 
 def test_a_kernel_whose_batch_shows_is_found_where_a_trainer_shares_it(monkeypatch):
@@ -205,7 +205,7 @@ def test_a_kernel_whose_batch_shows_is_found_where_a_trainer_shares_it(monkeypat
     monkeypatch.setattr(ReferenceFp8BlockKernel, "apply_block_scaled_mm", step)
     with pytest.raises(RuntimeError, match="1 of 1792 outputs of 7 rows are others in a batch of 300"):
         reference().check()
-    reference(alike=False).check()
+    reference(batch_invariant=False).check()
 
 
 BREAKS = {
@@ -279,17 +279,17 @@ def dynamic(monkeypatch):
 
 
 def test_a_kernel_that_changes_with_the_batch_is_checked_at_both_and_never_shared(dynamic, monkeypatch):
-    reference(alike=False).check()
+    reference(batch_invariant=False).check()
     with pytest.raises(ValueError, match="takes another kernel below 32 rows, .* 'deep_gemm' gives them"):
-        reference(alike=True).check()
+        reference(batch_invariant=True).check()
     for small in (0, 1000):  # it quantizes otherwise than numerics.py says
         monkeypatch.setattr(Dynamic, "small", small)
         with pytest.raises(RuntimeError, match="outputs are wrong"):
-            reference(alike=False).check()
+            reference(batch_invariant=False).check()
 
 
 def test_a_kernel_that_changes_with_the_batch_quantizes_large_ones_as_deep_gemm(dynamic):
-    kernel, _ = reference(alike=False).made((256, 128))
+    kernel, _ = reference(batch_invariant=False).kernel_and_layer((256, 128))
     assert kernel_scaling(kernel).scale_format == kernel_scaling(kernel, 32).scale_format == "pow2"
     assert kernel_scaling(kernel, 31).scale_format == "fp32"
 
@@ -310,10 +310,10 @@ def test_a_division_by_a_scale_and_a_product_with_its_reciprocal_pass_one_check(
     monkeypatch.setattr(ReferenceFp8BlockKernel, "apply_weights", multiplied)
     for factor in (1.0, 1 + 2**-22, 1 - 2**-22):
         off.append(factor)
-        reference(alike=False).check()
+        reference(batch_invariant=False).check()
     off.append(1 - 2**-5)
     with pytest.raises(RuntimeError, match="outputs are wrong"):
-        reference(alike=False).check()
+        reference(batch_invariant=False).check()
 
 
 def test_a_kernel_that_stores_scales_otherwise_is_found_before_an_engine_starts(monkeypatch):
@@ -430,5 +430,5 @@ def test_nvcc_is_found_before_deep_gemm_is_imported(cuda_hosts, monkeypatch):
     )
     device, shape = torch.device("cpu"), (256, 128)
     for name in ("triton", "deep_gemm"):
-        Gemm(name, FORMATS["blocks"], "pow2", device, tiny_models.config()).made(shape)
+        Gemm(name, FORMATS["blocks"], "pow2", device, tiny_models.config()).kernel_and_layer(shape)
     assert seen == [None, str(site / "nvidia" / "cu13")]

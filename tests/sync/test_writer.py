@@ -42,16 +42,16 @@ CASES = {
 
 
 @pytest.mark.parametrize("together", [2**20, 2**14], ids=["stacked", "in parts"])
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_an_engine_holds_what_a_checkpoint_would(case, dtype, at_once, together, monkeypatch):
+def test_an_engine_holds_what_a_checkpoint_would(case, dtype, one_by_one, together, monkeypatch):
     """And the checksums of what was sent are those of it."""
     monkeypatch.setattr(blockwise, "_TOGETHER", together)
     architecture, options, flags = CASES[case]
     model = tiny_models.build(architecture, **options).to(dtype)
     recipe = recipe_for_model(model, **flags)
-    writer, layout = written(model, recipe, at_once=at_once)
+    writer, layout = written(model, recipe, one_by_one=one_by_one)
     expected = dict(weight_stream(model.named_parameters(), recipe, buffers=persistent_buffers(model)))
     assert writer.sums.keys() == expected.keys() == layout.held.keys() and not writer.unknown
     for name, held in layout.held.items():
@@ -72,9 +72,9 @@ def in_codes(model, recipe):
             yield from weights.items()
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("case", ["fp32 scales", "per tensor", "experts", "other names"])
-def test_codes_that_a_policy_holds_are_taken_as_they_are(case, at_once):
+def test_codes_that_a_policy_holds_are_taken_as_they_are(case, one_by_one):
     architecture, options, flags = CASES[case]
     model = tiny_models.build(architecture, **options)
     recipe = recipe_for_model(model, **flags)
@@ -83,7 +83,7 @@ def test_codes_that_a_policy_holds_are_taken_as_they_are(case, at_once):
     for name in recipe.fp8_tensors if case == "per tensor" else ():
         piece = layout.pieces[recipe.scale_name(name)]
         piece.module.tensor = piece.module.tensor.view(())  # as vLLM holds some
-    writer = Writer(layout, recipe, at_once=at_once)
+    writer = Writer(layout, recipe, one_by_one=one_by_one)
     writer.write(in_codes(model, recipe))
     assert torch.equal(layout.sums(), expected.sums())
     assert torch.equal(torch.stack([writer.sums[name] for name in layout.names]), layout.sums())
@@ -176,7 +176,7 @@ def test_a_parameter_that_changes_once_the_next_is_asked_for_was_written(monkeyp
             gathered.fill_(7)
 
     layout = layout_for(model, recipe)
-    Writer(layout, recipe, at_once=True).write(as_zero3_gathers_them())
+    Writer(layout, recipe, one_by_one=True).write(as_zero3_gathers_them())
     assert torch.equal(layout.sums(), expected.sums())
     Writer(layout, recipe).write(as_zero3_gathers_them())
     assert not torch.equal(layout.sums(), expected.sums())  # as it would be otherwise

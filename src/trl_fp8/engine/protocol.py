@@ -29,7 +29,7 @@ import numpy as np
 from trl_fp8.quantization.formats import ActivationScaling
 from trl_fp8.sync.audit import Replicas
 from trl_fp8.sync.delivery import SyncReport, Tensors
-from trl_fp8.sync.writer import Named
+from trl_fp8.sync.writer import NamedTensor
 
 from .kernels import EngineKernels
 
@@ -103,5 +103,5 @@ class RolloutEngine(Protocol):
     def prefill(self, tokens: list[int]) -> list[int]:
         """Compute the layers for a sequence, that of the first rank that shares the engine; returns that sequence."""
 
-    def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
+    def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         """The policy's `(checkpoint name, full tensor)`, merged and gathered."""

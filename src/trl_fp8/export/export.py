@@ -32,7 +32,7 @@ from trl_fp8.recipe.names import checkpoint_name, published_names
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite
 from trl_fp8.sync.weight_stream import weight_stream
-from trl_fp8.sync.writer import Named
+from trl_fp8.sync.writer import NamedTensor
 
 from .file_checksums import free_folder, write_checksums
 from .model_card import export_card, merged_card
@@ -49,7 +49,7 @@ def export_fp8(
     kv_scales: KVScales | None = None,
     *,
     recipe: FP8Recipe | None = None,
-    parameters: Iterable[Named] | None = None,
+    parameters: Iterable[NamedTensor] | None = None,
     card: str = "",
     merge: str = "",
     shard_bytes: int = SHARD_BYTES,
@@ -101,7 +101,7 @@ def export_merged(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
-    parameters: Iterable[Named],
+    parameters: Iterable[NamedTensor],
     *,
     card: str,
     merge: str,
@@ -117,7 +117,7 @@ def _write(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     recipe: FP8Recipe,
-    stream: Iterable[Named],
+    stream: Iterable[NamedTensor],
     card: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
@@ -170,7 +170,7 @@ def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> N
         model.generation_config.save_pretrained(folder)
 
 
-def _shards(stream: Iterable[Named], recipe: FP8Recipe, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(stream: Iterable[NamedTensor], recipe: FP8Recipe, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
     shard, size = {}, 0
     for name, tensor in published(stream, recipe):
@@ -183,7 +183,7 @@ def _shards(stream: Iterable[Named], recipe: FP8Recipe, shard_bytes: int) -> Ite
         yield shard
 
 
-def published(stream: Iterable[Named], recipe: FP8Recipe) -> Iterator[Named]:
+def published(stream: Iterable[NamedTensor], recipe: FP8Recipe) -> Iterator[NamedTensor]:
     """Yield the stream under the names of published checkpoints, most of which have the experts one by one."""
     for name, tensor in stream:
         if parts := published_names(name, recipe.format.scale_suffix, recipe.model_type):

@@ -54,13 +54,15 @@ class Replacement(Protocol):
     on: bool
 
     def before_forward(self, real_BT: Tensor | None, shape: tuple[int, int], device: torch.device) -> object:
-        """A forward of `[B, T]` tokens is about to start; what is returned reaches `attend` as `batch`."""
+        """Prepare for a forward of `[B, T]` tokens. The result reaches `attend` as `batch`."""
 
     def attend(
         self, layer: int, states: tuple[Tensor, ...], batch: object, scales: Tensor | None, options: dict
     ) -> Tensor:
-        """The output `[B, T, H, D]` of q, k, v `[B, H, T, D]`, which the KV cache rounds under `scales` `[3]` (None:
-        it does not); `options` are the keywords that transformers gives an attention function.
+        """Return the output `[B, T, H, D]` of q, k, v `[B, H, T, D]`.
+
+        The KV cache rounds them under `scales` `[3]` (None: it does not); `options` are the keywords that transformers
+        gives an attention function.
         """
 
 
@@ -125,7 +127,7 @@ class AttentionHook:
 
     @contextmanager
     def watched(self, note: Callable[..., None]) -> Iterator[None]:
-        """Inside the block attention is eager, so that every layer gets its mask, and `note(attend, module, states,
+        """Make attention eager inside the block, so that every layer gets its mask; `note(attend, module, states,
         mask, options, output)` follows each call: `attend` is the attention function of the model's file, `states` are
         q, k, v `[B, H, T, D]` as the cache holds them, `mask` has `sees`, which says of any two positions whether the
         first one sees the second.
@@ -139,11 +141,11 @@ class AttentionHook:
             self._use(self._hooked)
 
     def round_queries(self, rounded: bool) -> None:
-        """While an FP8 cache is simulated, whether its attention rounds q, too."""
+        """Set whether the attention of a simulated FP8 cache rounds q, too."""
         self.query_rounded = rounded
 
     def simulate(self, scales_L3: Tensor | None) -> None:
-        """From now on attention sees k and v as an FP8 cache under these scales holds them; None: as they are."""
+        """Let attention see k and v as an FP8 cache under these scales holds them; None: as they are."""
         # in force until the backward is through: gradient checkpointing runs the forward again in it
         self.scales_L3 = scales_L3
 
@@ -184,7 +186,7 @@ class AttentionHook:
         attention_mask: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """The attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
+        """Call the attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
         layer = module.layer_idx
         if self.observation is not None:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -205,7 +207,7 @@ class AttentionHook:
         return output
 
     def _expand(self, layer: int, expand: Callable, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v of a layer of MLA from its latent `[B, 1, T, R]` and the rotated part of its key `[B, 1, T, P]`."""
+        """Return k and v of MLA from its latent `[B, 1, T, R]` and the rotated part of its key `[B, 1, T, P]`."""
         both = torch.cat([latent, rotated], -1)
         if self.observation is not None:
             self._latents[layer] = both
@@ -226,20 +228,20 @@ class AttentionHook:
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Give real tokens the positions that they have in the engine, if anything is plugged in."""
-        ours = {}
+        options = {}
         tokens = next(
             (t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None), None
         )
         if self._is_replaced:
-            ours[_BATCH] = self._replacement.before_forward(self._real_BT, tuple(tokens.shape[:2]), tokens.device)
+            options[_BATCH] = self._replacement.before_forward(self._real_BT, tuple(tokens.shape[:2]), tokens.device)
         idle = not (self._aligned or self._is_replaced) and self.scales_L3 is None and self.observation is None
         if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
-            return args, kwargs | ours
+            return args, kwargs | options
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
         # mind a shift, but RoPE turns k by it: its largest element is another one, and e4m3 rounds it to other bytes.
         # Of a mask that covers cached tokens, too, the last positions are those of this forward
         positions = (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
-        return args, kwargs | ours | {"position_ids": positions}
+        return args, kwargs | options | {"position_ids": positions}
 
     @property
     def _used(self) -> str:
@@ -256,7 +258,7 @@ class AttentionHook:
 
 
 def hook_of(model: nn.Module) -> AttentionHook:
-    """The hook of a policy: the one that is installed on it, else a new one; a new one, too, after the policy's
+    """Return the hook of a policy: the one that is installed on it, else a new one; a new one, too, after the policy's
     attention implementation changed.
     """
     installed = (getattr(module, _HOOK, None) for module in transformers_model(model).get_decoder().modules())
@@ -270,7 +272,7 @@ def hook_of(model: nn.Module) -> AttentionHook:
 
 @contextmanager
 def hooked(model: nn.Module) -> Iterator[AttentionHook]:
-    """The hook of a policy for the block. It is removed afterwards if it was not there before."""
+    """Yield the hook of a policy for the block. It is removed afterwards if it was not there before."""
     there = any(hasattr(module, _HOOK) for module in transformers_model(model).get_decoder().modules())
     hook = hook_of(model)
     try:

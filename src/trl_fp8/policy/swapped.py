@@ -73,7 +73,7 @@ def swap(module: nn.Module, mixin: type, **attributes: object) -> None:
 
 
 def restore(module: nn.Module) -> None:
-    """Make a swapped module what it was."""
+    """Undo `swap`."""
     cls = type(module)
     for name in cls.attributes:
         module.__dict__.pop(name, None)
@@ -102,25 +102,25 @@ def own_gradient(
     *inputs: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> Outputs:
-    """`engine(*inputs)`, whose gradients are those of `policy(*inputs)` in `dtype`; outputs have the same shapes."""
+    """Return `engine(*inputs)` with the gradients of `policy(*inputs)` in `dtype`; outputs have the same shapes."""
     return _OwnGradient.apply(engine, policy, dtype, *inputs)
 
 
 def with_value(own: Tensor, value: Tensor) -> Tensor:
-    """`value`, whose gradient goes to `own`."""
+    """Return `value`, whose gradient goes to `own`."""
     return _WithValue.apply(own, value)
 
 
 @contextmanager
 def holding(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
-    """Inside the block the module has these tensors in the place of its parameters."""
-    held = dict(module._parameters)
+    """Give the module these tensors in place of its parameters inside the block."""
+    before = dict(module._parameters)
     try:
         module._parameters.update(parameters)
         yield
     finally:
         module._parameters.clear()
-        module._parameters.update(held)
+        module._parameters.update(before)
 
 
 class _OwnGradient(torch.autograd.Function):
@@ -146,9 +146,11 @@ class _OwnGradient(torch.autograd.Function):
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         values, dys = zip(*pairs, strict=True)
         found = iter(torch.autograd.grad(values, wanted, dys, allow_unused=True))
-        made = (next(found) if need else None for need in needed)
-        given = zip(made, saved, strict=True)
-        return None, None, None, *(None if gradient is None else gradient.to(of.dtype) for gradient, of in given)
+        returned = []
+        for tensor, need in zip(saved, needed, strict=True):
+            gradient = next(found) if need else None
+            returned.append(None if gradient is None else gradient.to(tensor.dtype))
+        return None, None, None, *returned
 
 
 class _WithValue(torch.autograd.Function):

@@ -34,7 +34,7 @@ class Replicas:
     reduce_max_of_engine: ReduceMax | None = None  # over those that share this one's engine; None: it has its own
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
-        """Largest and smallest of each of the int64 `values` `[n]` over the replicas: `[2, n]`. A collective."""
+        """Return largest and smallest of each of the int64 `values` `[n]` over the replicas, `[2, n]`. Collective."""
         slots = values.new_full((2, self.tensor_parallel_size, len(values)), torch.iinfo(torch.int64).min)
         slot = self.rank % self.tensor_parallel_size
         slots[0, slot], slots[1, slot] = values, ~values  # ~x falls as x rises, and has no overflow
@@ -63,16 +63,16 @@ def audit(
     """
     # 1. Of each tensor what is held and what was sent, one int64 each, on the device; likewise of what is carried
     names, sent = layout.names, written.sums
-    held = layout.sums()
-    nothing = torch.zeros((), dtype=torch.int64, device=held.device)
-    values = [*held.unbind(), *(sent.get(name, nothing) for name in names)]
+    in_engine = layout.sums()
+    nothing = torch.zeros((), dtype=torch.int64, device=in_engine.device)
+    values = [*in_engine.unbind(), *(sent.get(name, nothing) for name in names)]
     labels = [*(f"{name} (in the engine)" for name in names), *names]
     if replicas:
         labels += [*carried, *(f"{name} (in the engine)" for name in carried)]
-        values += [each.to(held.device) for each in carried.values()]
+        values += [each.to(in_engine.device) for each in carried.values()]
         values += [nothing + int(carried_arrived)] * len(carried)
     # 2. Their extremes over the ranks that have to agree, and one transfer of all to the host
-    own = torch.stack(values) if values else held
+    own = torch.stack(values) if values else in_engine
     largest, smallest = replicas.extremes(own) if replicas else (own, own)
     own, largest, smallest = torch.stack([own, largest, smallest]).tolist()
     # 3. The verdict, by name

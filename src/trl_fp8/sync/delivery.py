@@ -33,7 +33,7 @@ from .audit import ReduceMax, Replicas, audit
 from .pieces import Layout
 from .policy_checks import require_finite
 from .shards import GatherFailed
-from .writer import Sent, Writer
+from .writer import SentTensor, Writer
 
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Engine(Protocol):
     def reset_prefix_cache(self) -> None: ...  # forget what was computed with other weights
 
 
-class Carried(Protocol):
+class CarriedValue(Protocol):
     """A value that a delivery writes beside the weights (scales of an FP8 KV cache). The same on every rank."""
 
     name: str  # as an audit and a `SyncReport` call it
@@ -69,16 +69,16 @@ class Carried(Protocol):
         """Checksum of `value`, an int64 scalar, which is compared over ranks."""
 
 
-Tensors = Callable[[], AbstractContextManager[Iterator[Sent]]]  # opens parameters of a policy, a collective
+Tensors = Callable[[], AbstractContextManager[Iterator[SentTensor]]]  # opens parameters of a policy, a collective
 
 
 @dataclass
-class Part:
+class TensorGroup:
     """Tensors of an engine that are written together."""
 
     layout: Layout
     tensors: Tensors | None  # the policy's tensors for all of `layout` but buffers; None until they are given
-    at_once: bool = False  # as for `Writer`
+    one_by_one: bool = False  # see `Writer`
     survives_sleep: bool = False  # the engine brings it back itself when it wakes
     seal: list[int] | None = None  # checksums of what the engine holds; None unless that is the policy's
     fp8_weights: int = 0  # this and the next two are as in `SyncReport`, of the last write
@@ -115,16 +115,16 @@ class InPlaceDelivery:
         model: nn.Module,
         recipe: FP8Recipe,
         *,
-        frozen: Sequence[Part] = (),  # nobody trains these: they are written once, with the first delivery or before
-        at_once: bool = False,  # as for `Writer`
+        frozen: Sequence[TensorGroup] = (),  # not trained: written once, with the first delivery or before
+        one_by_one: bool = False,  # see `Writer`
         replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process
-        carried: Carried | None = None,
+        carried: CarriedValue | None = None,
     ):
         self._engine, self._model, self._recipe, self._replicas = engine, model, recipe, replicas
         self._reduce_max = replicas and replicas.reduce_max
         names = set(engine.layout.names).difference(*(part.layout.names for part in frozen))
         layout = engine.layout.part(names) if frozen else engine.layout
-        self.frozen, self._trained, self.carried = frozen, Part(layout, None, at_once), carried
+        self.frozen, self._trained, self.carried = frozen, TensorGroup(layout, None, one_by_one), carried
         self.last: SyncReport | None = None  # of the latest delivery that succeeded
         self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
 
@@ -183,7 +183,7 @@ class InPlaceDelivery:
         )
         return self.last
 
-    def send(self, part: Part, carried: Carried | None = None) -> float:
+    def send(self, part: TensorGroup, carried: CarriedValue | None = None) -> float:
         """Write a part and what is carried, and prove that they arrived. Returns `quantize_seconds` of `SyncReport`.
         Raises as `deliver`.
         """
@@ -200,7 +200,7 @@ class InPlaceDelivery:
         return seconds
 
     @property
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[TensorGroup]:
         return [*self.frozen, self._trained]
 
     def require_whole(self) -> None:
@@ -228,8 +228,8 @@ class InPlaceDelivery:
             theirs = "another rank's part of the engine has changed since the last sync: see its log."
             raise next(filter(None, changes), None) or RuntimeError(theirs)
 
-    def _change(self, part: Part) -> RuntimeError | None:
-        """The error that names what has changed in a part on this rank since it was sent; None if nothing has."""
+    def _change(self, part: TensorGroup) -> RuntimeError | None:
+        """Return the error that names what changed in a part on this rank since it was sent; None if nothing did."""
         try:  # the layout raises, too, if a parameter was replaced by one of another shape
             if changed := part.layout.changed(part.seal):
                 raise RuntimeError(
@@ -243,12 +243,12 @@ class InPlaceDelivery:
         except RuntimeError as error:
             return error
 
-    def _written(self, part: Part, carried: Carried | None) -> Writer:
+    def _written(self, part: TensorGroup, carried: CarriedValue | None) -> Writer:
         """Write weights and what is carried, on all ranks. If a rank fails twice, the last error is raised on all."""
         for is_last in (False, True):
             # A failed attempt is freed first: its error holds tensors, and memory may be what it lacked
             writer = error = None
-            writer = Writer(part.layout, self._recipe, at_once=part.at_once)
+            writer = Writer(part.layout, self._recipe, one_by_one=part.one_by_one)
             error = self._write(part, writer, carried)
             code = 0 if error is None else 1 if isinstance(error, RuntimeError) else 2
             [failed] = self._largest([code], self._reduce_max)
@@ -260,7 +260,7 @@ class InPlaceDelivery:
             logger.warning(f"weight sync failed and is repeated once: {error}")
 
     def _largest(self, codes: list[int], reduce_max: ReduceMax | None) -> list[int]:
-        """The largest of each code over the ranks of `reduce_max`; the host waits for them. None: this rank alone."""
+        """Return the largest of each code over the ranks of `reduce_max`; None: this rank alone. The host waits."""
         if reduce_max is None:
             return codes
         # The backend reduces tensors on the engine's device. The policy may be on the host, before FSDP2 shards it
@@ -269,7 +269,7 @@ class InPlaceDelivery:
         reduce_max(found)
         return found.tolist()
 
-    def _write(self, part: Part, writer: Writer, carried: Carried | None) -> Exception | None:
+    def _write(self, part: TensorGroup, writer: Writer, carried: CarriedValue | None) -> Exception | None:
         """Write once. An error is returned and not raised, so that ranks can agree on what to do next."""
         buffers = persistent_buffers(self._model) if part is self._trained else ()
         try:
@@ -288,8 +288,8 @@ class InPlaceDelivery:
         except Exception as error:
             return error
 
-    def _proven(self, part: Part, writer: Writer, carried: Carried | None) -> list[int]:
-        """The seal of what was written. `RuntimeError` if a tensor or what is carried did not arrive on any rank."""
+    def _proven(self, part: TensorGroup, writer: Writer, carried: CarriedValue | None) -> list[int]:
+        """Return the seal of what was written; `RuntimeError` if anything did not arrive, on any rank."""
         lost = None
         try:
             if carried:

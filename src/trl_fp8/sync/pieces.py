@@ -22,7 +22,7 @@ class Span:
     whole: int | None = None  # how many the dim has to have; None: any number
 
     def blocks(self, block: int) -> "Span":
-        """The span of the scales, one for each block of so many elements."""
+        """Return the span of the scales, one for each block of so many elements."""
         return Span(self.start // block, -(-self.size // block), self.whole and -(-self.whole // block))
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Joined:
         return Joined(tuple(part.blocks(block) for part in self.parts))
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """A copy, as the spans of several parts have no common stride."""
+        """Return a copy, as the spans of several parts have no common stride."""
         wholes = tensor.split([part.whole for part in self.parts], dim)
         return torch.cat([part.of(whole, dim) for part, whole in zip(self.parts, wholes, strict=True)], dim)
 
@@ -62,8 +62,8 @@ class Piece:
     dtype: torch.dtype  # of the engine parameter
     # For each dim, what of the checkpoint tensor this rank holds; None: all
     sent: tuple[Span | Joined | None, ...] = ()
-    held: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
-    # (dim, count): this dim has so many equal parts, such as gate and up, and counts as two dims in `sent` and `held`
+    in_engine: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
+    # (dim, count): this dim has so many equal parts, such as gate and up, and counts as two dims in the two above
     equal: tuple[int, int] | None = None
     transposed: bool = False  # the engine parameter is `[..., K, N]` where what is sent is `[..., N, K]`
     sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
@@ -77,11 +77,11 @@ class Piece:
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The engine parameter, looked up anew: a sync writes to, and is compared with, what the engine reads."""
+        """Look up the engine parameter anew: a sync writes to, and is compared with, what the engine reads."""
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor, or of its scales; a view unless `is_copied`, or zeros.
+        """Return this rank's part of a checkpoint tensor, or of its scales; a view unless `is_copied`, or zeros.
 
         `ValueError` if it is of another size.
         """
@@ -89,9 +89,9 @@ class Piece:
         return torch.zeros_like(part) if self.zero else part
 
     def of_engine(self) -> torch.Tensor:
-        """The same part where the engine holds it; a view."""
+        """Return the same part where the engine holds it; a view."""
         parameter = self.parameter.detach()
-        return self._cut(parameter.mT if self.transposed else parameter, self.held)
+        return self._cut(parameter.mT if self.transposed else parameter, self.in_engine)
 
     def _cut(self, tensor: torch.Tensor, spans: tuple[Span | Joined | None, ...]) -> torch.Tensor:
         if self.equal is not None:
@@ -117,7 +117,8 @@ class Layout:
         pieces = list(pieces)
         self.pieces = {piece.name: piece for piece in pieces}
         self.names = tuple(self.pieces)
-        if twice := [piece.name for piece in pieces if self.pieces[piece.name] is not piece]:
+        twice = [piece.name for piece in pieces if self.pieces[piece.name] is not piece]
+        if twice:
             raise RuntimeError(f"several tensors of an engine have one name: {listed(twice)}.")
         # Tensors that no policy has: they are computed from others
         self.derived = tuple(piece for piece in self.pieces.values() if piece.derived is not None)
@@ -130,17 +131,17 @@ class Layout:
 
     @property
     def held(self) -> dict[str, torch.Tensor]:
-        """Each piece as the engine holds it, `Piece.of_engine`, by name."""
+        """Return each piece as the engine holds it, `Piece.of_engine`, by name."""
         self._look()
         return self._held
 
     def sums(self) -> torch.Tensor:
-        """Checksum `[n]` of each piece as it is now, on the device."""
+        """Return the checksum `[n]` of each piece as it is now, on the device."""
         self._look()
         return self._table.sums()
 
     def changed(self, seal: Sequence[int]) -> list[str]:
-        """Names of the pieces whose checksums are not those of `seal` any more. Waits for the device once."""
+        """Return the names of the pieces whose checksums are no longer those of `seal`. Waits for the device once."""
         return [name for name, a, b in zip(self.names, seal, self.sums().tolist(), strict=True) if a != b]
 
     def _look(self) -> None:

@@ -83,14 +83,14 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
 def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
     """Return the difference between the engine's tensor and what is sent; None if it can be written."""
     piece = layout.pieces[name]
-    held = piece.of_engine()
+    target = piece.of_engine()
     try:
         part = piece.of_sent(torch.empty(shape, device="meta")).shape
     except (RuntimeError, ValueError):  # of fewer dims, or another size
         part = torch.Size(shape)
-    if [size for size in held.shape if size != 1] != [size for size in part if size != 1]:
-        return f"is {list(held.shape)} where {list(part)} is sent"
-    return f"is {held.dtype} where {dtype} is sent" if dtype not in (None, held.dtype) else None
+    if [size for size in target.shape if size != 1] != [size for size in part if size != 1]:
+        return f"is {list(target.shape)} where {list(part)} is sent"
+    return f"is {target.dtype} where {dtype} is sent" if dtype not in (None, target.dtype) else None
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
@@ -111,16 +111,16 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
         raise ValueError(not_finite(names, len(named), "Nothing was written."))
 
 
-def not_finite(names: list[str], among: int, consequence: str) -> str:
-    """The message for tensors of a policy that hold NaN or infinities."""
+def not_finite(names: list[str], total: int, consequence: str) -> str:
+    """Return the message for tensors of a policy that hold NaN or infinities."""
     return (
-        f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {among} parameters: "
+        f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {total} parameters: "
         f"{listed(names, 8)}. {consequence} Look at the last optimizer step (learning_rate, max_grad_norm, loss), and "
         "resume from the last good checkpoint."
     )
 
 
 def local_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a parameter. ZeRO-3 (DeepSpeed 0.19) keeps it beside an empty tensor."""
+    """Return this rank's shard of a parameter. ZeRO-3 (DeepSpeed 0.19) keeps it beside an empty tensor."""
     tensor = getattr(parameter, "ds_tensor", parameter).detach()
     return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

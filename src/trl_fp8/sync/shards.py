@@ -45,13 +45,14 @@ class Rows:
         return self.each * self.ranks
 
     def of(self, rank: int) -> slice:
-        """The rows of one rank; may be none."""
+        """Return the rows of one rank; may be none."""
         return slice(min(self.each * rank, self.count), min(self.each * (rank + 1), self.count))
 
 
 def rows_of_codes(shape: Sequence[int], ranks: int, block: tuple[int, int] | None) -> tuple[Rows, Rows] | None:
-    """Rows of codes and of scales, of the first dim, for a weight that ranks can quantize in parts. None: they cannot,
-    because shards split blocks.
+    """Return the rows, in the first dim, of codes and of scales for a weight that ranks can quantize in parts.
+
+    None if they cannot, because shards split blocks.
     """
     rows = Rows(shape[0], ranks)
     if block is None or len(shape) < 2:
@@ -77,7 +78,7 @@ class Sharded(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "Sharded | None":
-        """None if the parameter is whole, or sharded in another way (HSDP, tensor parallelism, parts on a disk)."""
+        """Return this rank's part; None if the parameter is whole or sharded in another way (HSDP, TP, on a disk)."""
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             in_order = mesh.ndim == 1 and parameter.placements == (Shard(0),)
@@ -109,7 +110,7 @@ class GatherFailed(RuntimeError):
 
 @contextmanager
 def gathering() -> Iterator[None]:
-    """Around gathers of other libraries."""
+    """Turn errors of other libraries' gathers inside the block into `GatherFailed`."""
     try:
         yield
     except RuntimeError as error:
@@ -171,17 +172,17 @@ def gathered(
         raise failure
 
 
-class _Part(NamedTuple):
+class _Gather(NamedTuple):
     """One tensor that is gathered."""
 
     rows: Rows
     row: torch.Size  # shape of one
     dtype: torch.dtype
-    held: torch.Tensor | None = None  # where it ends; None: in the buffer, for the consumer
+    target: torch.Tensor | None = None  # where it ends; None: in the buffer, for the consumer
 
     @property
     def in_place(self) -> bool:
-        return self.held is not None and self.held.is_contiguous() and self.rows.count == self.rows.padded
+        return self.target is not None and self.target.is_contiguous() and self.rows.count == self.rows.padded
 
     @property
     def buffer_bytes(self) -> int:
@@ -189,18 +190,18 @@ class _Part(NamedTuple):
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the tensor that it is gathered into, `[rows.padded, *row]`: in place, or in `buffer`."""
-        return self.held if self.in_place else buffer[: self.buffer_bytes].view(self.dtype).view(-1, *self.row)
+        return self.target if self.in_place else buffer[: self.buffer_bytes].view(self.dtype).view(-1, *self.row)
 
     def gather(self, whole: torch.Tensor, group: ProcessGroup) -> None:
-        """Fill `whole`, in which this rank's rows are already, and what is held."""
+        """Fill `whole`, in which this rank's rows are already, and `target`."""
         data = whole.view(-1).view(torch.uint8)  # as bytes, which every backend gathers
         own = data.view(get_world_size(group), -1)[get_rank(group)]
         all_gather_into_tensor(data, own, group=group)
-        if self.held is not None and not self.in_place:
-            self.held.copy_(whole[: self.rows.count])
+        if self.target is not None and not self.in_place:
+            self.target.copy_(whole[: self.rows.count])
 
 
-def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> list[_Part]:
+def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> list[_Gather]:
     """Return what is gathered of a parameter: codes and scales into the engine's tensors, or the values."""
     shape, ranks = parameter.shape, get_world_size(parameter.group)
     is_fp8, piece = name in recipe.fp8_tensors, layout.pieces.get(recipe.engine_name(name))
@@ -209,13 +210,13 @@ def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> l
         # Piece by piece: `Layout.held` would look for all parameters, for each of them
         both = piece.of_engine(), layout.pieces[recipe.scale_name(name)].of_engine()
         both = map(joined_halves, both)  # views: without tensor parallelism each half is whole
-        return [_Part(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
+        return [_Gather(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
     dtype = torch.bfloat16 if is_fp8 else piece.dtype if piece else parameter.local.dtype
-    return [_Part(Rows(shape[0], ranks), shape[1:], dtype)]
+    return [_Gather(Rows(shape[0], ranks), shape[1:], dtype)]
 
 
 def _write_own(
-    part: Sharded, plan: list[_Part], wholes: list[torch.Tensor], sums: torch.Tensor | None, recipe: FP8Recipe
+    part: Sharded, plan: list[_Gather], wholes: list[torch.Tensor], sums: torch.Tensor | None, recipe: FP8Recipe
 ) -> Destination | None:
     """Write this rank's part of a parameter to where it is gathered. Returns `WrittenCodes.own`."""
     rank, local = get_rank(part.group), part.local.to(wholes[0].device)
@@ -232,10 +233,10 @@ def _write_own(
 
 
 def _room(
-    plans: list[list[_Part]], device: torch.device, group: ProcessGroup
+    plans: list[list[_Gather]], device: torch.device, group: ProcessGroup
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Buffers for the largest first and the largest second part of all plans, and checksums `[n, 2]` of the n weights
-    that are gathered as codes. `RuntimeError` on every rank if one has no memory for them.
+    """Return buffers for the largest first and the largest second tensor of all plans, and room for checksums `[n, 2]`
+    of the n weights that are gathered as codes. `RuntimeError` on every rank if one has no memory for them.
     """
     sizes, failure = [max(part.buffer_bytes for part in parts if part) for parts in zip_longest(*plans)], None
     try:

@@ -18,7 +18,7 @@ from trl_fp8.recipe.names import is_fp32
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
-Named = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor]
 Weight = TypeVar("Weight")
 
 
@@ -48,9 +48,12 @@ def by_scale(
 
 
 def weight_stream(
-    parameters: Iterable[Named], recipe: FP8Recipe, kv_scales: KVScales | None = None, buffers: Iterable[Named] = ()
-) -> Iterator[Named]:
-    """`(name in a checkpoint, tensor)` of a policy's `(checkpoint name, full tensor)`.
+    parameters: Iterable[NamedTensor],
+    recipe: FP8Recipe,
+    kv_scales: KVScales | None = None,
+    buffers: Iterable[NamedTensor] = (),
+) -> Iterator[NamedTensor]:
+    """Yield `(name in a checkpoint, tensor)` of a policy's `(checkpoint name, full tensor)`.
 
     A parameter that is BF16 already is the policy's own: the consumer copies it before it asks for the next. Copies of
     one parameter are alive at a time, or of the two or three that share a scale.

@@ -24,23 +24,26 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from .pieces import Layout
 from .policy_checks import not_finite
 from .shards import WrittenCodes
-from .weight_stream import Named, by_scale
+from .weight_stream import NamedTensor, by_scale
 
 
 # (checkpoint name, full tensor), of an FP8 weight also a `Float8Tensor`; `WrittenCodes`: the engine holds it already
-Sent = tuple[str, torch.Tensor | WrittenCodes]
+SentTensor = tuple[str, torch.Tensor | WrittenCodes]
 SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # the quantization error is measured of so many weights, and rows of each
 
 
 class Writer:
     """One write of a policy, or of the part of it that is in `layout`."""
 
-    def __init__(self, layout: Layout, recipe: FP8Recipe, *, at_once: bool = False):
-        """With `at_once` each tensor is written before the next one is asked for. A source needs that if it changes
-        the tensor then: it unmerges an adapter, or gathers the next parameter into the same memory.
+    def __init__(self, layout: Layout, recipe: FP8Recipe, *, one_by_one: bool = False):
+        """Start a write. With `one_by_one` each tensor is written before the next one is asked for.
+
+        A source needs that if it changes the tensor then: it unmerges an adapter, or gathers the next parameter into
+        the same memory.
         """
-        self._pieces, self._held, self._derived = layout.pieces, layout.held, layout.derived
-        self._recipe, self._at_once = recipe, at_once
+        self._layout, self._pieces, self._held = layout, layout.pieces, layout.held
+        self._recipe = recipe
+        self._one_by_one = one_by_one
         self._weights: list[tuple[str, Destination]] = []  # FP8 weights that are noted, but not written yet
         self._copies: list[tuple[str, torch.Tensor]] = []  # other tensors, likewise
         self.sums: dict[str, torch.Tensor] = {}  # name in the engine -> checksum of what was written, on the device
@@ -51,41 +54,41 @@ class Writer:
         self._sampled = frozenset(sorted(recipe.fp8_tensors)[::every])
         self._errors: list[torch.Tensor] = []  # sums of squares (error, weight), `[2]`
 
-    def write(self, parameters: Iterable[Sent], buffers: Iterable[Named] = ()) -> None:
+    def write(self, parameters: Iterable[SentTensor], buffers: Iterable[NamedTensor] = ()) -> None:
         """Write a policy's parameters, in model order, and buffers; `RuntimeError` if FP8 weights are missing.
 
         Of `WrittenCodes` only the checksums are noted. They cover all ranks once `parameters` is exhausted.
         """
         expected = [name for name in self._recipe.fp8_tensors if self._recipe.engine_name(name) in self._pieces]
-        # 1. Parameters. They are noted, and written together below, unless each has to be written at once: hundreds of
+        # 1. Parameters. They are noted and written together below, unless they come one by one: hundreds of
         # launches for small tensors would take longer than the copies
-        for weights in by_scale(parameters, self._recipe, expected, copy=self._at_once):
+        for weights in by_scale(parameters, self._recipe, expected, copy=self._one_by_one):
             name, parameter = next(iter(weights.items()))
             if isinstance(parameter, WrittenCodes):
                 self._note(name, parameter.own, parameter.sums)
             elif isinstance(parameter, Float8Tensor):
                 for name, codes in weights.items():
-                    for held, tensor in zip(self._names(name), (codes.qdata, codes.scale), strict=True):
-                        self._copy(held, tensor)
+                    for engine_name, tensor in zip(self._names(name), (codes.qdata, codes.scale), strict=True):
+                        self._copy(engine_name, tensor)
                     self.fp8_weights += 1
             elif self._recipe.fp8_tensors.issuperset(weights):
                 self._quantize(weights)
             else:
                 for name, parameter in weights.items():
                     self._copy(self._recipe.engine_name(name), parameter)
-            if self._at_once:
+            if self._one_by_one:
                 self._flush()
         # 2. Buffers
         for name, buffer in buffers:
             self._copy(self._recipe.engine_name(name), buffer)
         self._flush()
         # 3. What is derived from what is written now. One at a time: together they are as large as many weights
-        for piece in self._derived:
+        for piece in self._layout.derived:
             self._copy(piece.name, piece.derived())
             self._flush()
 
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
-        """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once, twice if blocks are dead.
+        """Return `SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once, or twice.
 
         `ValueError` names tensors that are not finite; with `reduce_max`, a maximum over ranks, those of any rank.
         """
@@ -170,7 +173,7 @@ class Writer:
             self._errors.append(self._error_of(written))
 
     def _error_of(self, destination: Destination) -> torch.Tensor:
-        """Sums of squares of error and weight over the first rows (of the first expert), fp32 `[2]`."""
+        """Return the sums of squares of error and weight over the first rows (of the first expert), fp32 `[2]`."""
         first = (0,) * (destination.weight.dim() - 2)
         weight, codes, scale = (tensor[first] for tensor in destination[:3])
         codes = first_rows(held_weight(codes, scale, self._recipe.format), SAMPLED_ROWS)

@@ -147,7 +147,7 @@ def test_fp8_gemm(backend, shape):
     """The last shape is one for which vLLM has measured tiles of Triton."""
     gemm = Gemm(backend, BLOCKS, "pow2", torch.device("cuda", torch.cuda.current_device()), tiny_models.config())
     try:
-        kernel, layer = gemm.made(shape)
+        kernel, layer = gemm.kernel_and_layer(shape)
     except ValueError as reason:
         pytest.skip(str(reason))
     kernel.process_weights_after_loading(layer)

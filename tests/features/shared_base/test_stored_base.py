@@ -156,7 +156,7 @@ def test_codes_of_a_checkpoint_reach_an_engine_bit_for_bit(model, scales, in_fp8
     assert all(same(tensor, whole[name]) for name, tensor in policy.state_dict().items())
     layout, opened = layout_for(usual, recipe), []
     monkeypatch.setattr(stored, "safe_open", lambda file, kind: opened.append(file) or safe_open(file, kind))
-    writer = Writer(layout, recipe, at_once=True)
+    writer = Writer(layout, recipe, one_by_one=True)
     writer.write([*base.tensors(), *policy.named_parameters()])
     assert writer.sums.keys() == layout.held.keys() == expected.keys() and not writer.unknown
     for name, held in layout.held.items():

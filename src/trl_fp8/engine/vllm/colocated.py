@@ -2,22 +2,59 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
+from accelerate import Accelerator
 from torch import nn
+from trl.distributed import DistributedBackend
 from vllm import LLM
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.delivery import Part
+from trl_fp8.sync.audit import Replicas
+from trl_fp8.sync.delivery import InPlaceDelivery, TensorGroup
 from trl_fp8.sync.pieces import Layout, Piece
 from trl_fp8.sync.policy_checks import require_same_tensors
-from trl_fp8.sync.writer import Named
+from trl_fp8.sync.writer import NamedTensor
 from trl_fp8.upstream import vllm as upstream
 
 from .layout import SCALES, Added, engine_layout
 from .numerics import activation_scaling, fp8_kernels, quantizes_query, require_auditable
+from .platform import Platform
+from .rollout_llm import RolloutLLM
+
+
+class Generation(Protocol):
+    """An engine with its policy and all that is around it, as the parts of the engine see it: `FP8VLLMGeneration`."""
+
+    model: nn.Module  # the policy
+    recipe: FP8Recipe
+    accelerator: Accelerator
+    platform: Platform
+    llm: RolloutLLM
+    engine: "ColocatedEngine"
+    delivery: InPlaceDelivery
+    replicas: Replicas | None
+    generation_kwargs: dict  # sampling parameters of TRL's, which win over its flags
+    top_k: int
+    _dist: DistributedBackend  # how TRL gathers the policy
+
+    def wake_weights(self) -> bool:
+        """Wake the weights. Return True if the engine lost them in its sleep."""
+
+    def cache_awake(self) -> AbstractContextManager[None]:
+        """Wake the KV cache inside the block."""
+
+    def largest(self, values: list[float]) -> list[float]:
+        """Return the element-wise maximum of `values` over all ranks of the job. Collective."""
+
+    def sample_with(self, **parameters: object) -> None:
+        """Set sampling parameters of vLLM for each generation from now on."""
+
+    def _iter_named_params(self) -> Iterator[NamedTensor]:
+        """Yield `(checkpoint name, full tensor)` of the policy, adapters merged."""
 
 
 class ColocatedEngine:
@@ -39,8 +76,9 @@ class ColocatedEngine:
         kernels, linears = fp8_kernels(self.model), activation_scaling(self.model)
         self.numerics = EngineNumerics(kernels, linears, query_rounded=quantizes_query(self.model))
 
-    def constants(self, device: torch.device) -> Part:
-        """Buffers of the engine's model that no policy has: rotary angles, normalizers of embeddings, maps of experts.
+    def constants(self, device: torch.device) -> TensorGroup:
+        """Return the buffers that no policy has: rotary angles, normalizers of embeddings, maps of experts.
+
         vLLM makes them at its start and only reads them; they are written again, as they were found, only after they
         changed.
 
@@ -48,7 +86,8 @@ class ColocatedEngine:
         buffers before it sleeps and restores them when it wakes. Scales of k, v and q are left out: `verify_kv_scales`
         compares those that an FP8 KV cache uses, and nothing reads the others.
         """
-        written, kept = {(id(piece.module), piece.attribute) for piece in self.layout.pieces.values()}, {}
+        written = {(id(piece.module), piece.attribute) for piece in self.layout.pieces.values()}
+        copies: dict[str, torch.Tensor] = {}
         layout = Layout(
             Piece(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer.dtype)
             for prefix, module in self.model.named_modules()
@@ -56,12 +95,12 @@ class ColocatedEngine:
             if (id(module), attribute) not in written and attribute not in SCALES
         )
 
-        def as_found() -> AbstractContextManager[Iterator[Named]]:
-            if not kept:
-                kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in layout.held.items())
-            return nullcontext((name, tensor.to(device)) for name, tensor in kept.items())
+        def as_found() -> AbstractContextManager[Iterator[NamedTensor]]:
+            if not copies:
+                copies.update((name, tensor.to("cpu", copy=True)) for name, tensor in layout.held.items())
+            return nullcontext((name, tensor.to(device)) for name, tensor in copies.items())
 
-        return Part(layout, as_found, survives_sleep=True)
+        return TensorGroup(layout, as_found, survives_sleep=True)
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():

@@ -1,4 +1,4 @@
-"""Which of vLLM's kernels multiplies with FP8 weights: the fastest of those that pass a check, on this device.
+"""The choice of the kernel of vLLM that multiplies with FP8 weights: the fastest that passes a check on this device.
 
     check    a weight is quantized as for a sync and written to a layer as one holds it after its start; the kernel's
              product is compared with that of the same codes in FP64; for a trainer that shares the kernel also
@@ -51,7 +51,7 @@ Shape = tuple[int, int]  # of a weight, [N, K]
 DECODED = 8, 64  # rows; max_num_seqs decides, too
 REPETITIONS = 5  # of which the median counts
 CHECKED, CHECKED_ROWS = (256, 512), (3, 130)  # shape of the weight and rows in the check
-ALIKE_ROWS = (1, 7, 64, 130)  # of 300, where kernels change their tiles
+INVARIANT_ROWS = (1, 7, 64, 130)  # of 300, where kernels change their tiles
 WITHOUT_NVCC = (
     ". This host has no nvcc, so it loses DeepGEMM, often the fastest kernel on Hopper; another one runs FP8 linears. "
     "Run: pip install 'nvidia-cuda-nvcc==13.*' nvidia-cuda-cccl, or set CUDA_HOME to a toolkit with nvcc 13, or go on."
@@ -72,15 +72,15 @@ class Gemm:
     scale_format: ScaleFormat  # of the weights' scales
     device: torch.device
     config: PretrainedConfig  # the policy's; vLLM refuses DeepGEMM for some
-    alike: bool = False  # no batch may change a row's bits
+    batch_invariant: bool = False  # no batch may change a row's bits
 
     @torch.no_grad()
     def check(self) -> None:
         """Raise what speaks against it: `ValueError` if it is not meant for this device, anything else if it fails."""
         generator = torch.Generator().manual_seed(0)
         weight, x = (_uneven(rows, CHECKED[1], generator).to(self.device) for rows in (CHECKED[0], CHECKED_ROWS[-1]))
-        kernel, layer = self.made(CHECKED)
-        if self.alike and isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
+        kernel, layer = self.kernel_and_layer(CHECKED)
+        if self.batch_invariant and isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
             raise ValueError(
                 f"it takes another kernel below {SMALL_BATCH} rows, and a trainer that shares it needs the same bits "
                 "in every batch. 'deep_gemm' gives them."
@@ -107,13 +107,13 @@ class Gemm:
                     f"of a product with {rows} rows {int(wrong.sum())} of {wrong.numel()} outputs are wrong, first at "
                     f"{[row, column]}: {found[row, column]:g}, expected {expected[row, column]:g}"
                 )
-        if self.alike:
-            self._require_rows_alike(kernel, layer)
+        if self.batch_invariant:
+            self._require_batch_invariant(kernel, layer)
 
-    def _require_rows_alike(self, kernel: Any, layer: "_Layer") -> None:
+    def _require_batch_invariant(self, kernel: Any, layer: "_Layer") -> None:
         x = _uneven(300, CHECKED[1], torch.Generator().manual_seed(1)).to(self.device)
         whole = kernel.apply_weights(layer, x)
-        for rows in ALIKE_ROWS:
+        for rows in INVARIANT_ROWS:
             if differ := int((kernel.apply_weights(layer, x[:rows]) != whole[:rows]).sum()):
                 raise RuntimeError(
                     f"{differ} of {rows * CHECKED[0]} outputs of {rows} rows are others in a batch of {len(x)}; "
@@ -122,13 +122,13 @@ class Gemm:
 
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
-        """Of one call with a weight of `shape`."""
-        kernel, layer = self.made(shape)  # stored as after a start: that was checked
+        """Return the time of one call with a weight of `shape`."""
+        kernel, layer = self.kernel_and_layer(shape)  # stored as after a start: that was checked
         x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
         return replayed_seconds(partial(kernel.apply_weights, layer, x))
 
-    def made(self, shape: Shape) -> tuple[Any, "_Layer"]:
-        """vLLM's kernel, which makes a `ValueError` if there is none for this, and a layer as it is loaded."""
+    def kernel_and_layer(self, shape: Shape) -> tuple[Any, "_Layer"]:
+        """Return vLLM's kernel and a layer as it is loaded; `ValueError` if there is no such kernel."""
         if blocks := self.spec.weight_block:
             weights = create_fp8_quant_key(static=True, group_shape=GroupShape(*blocks))
             activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, self.spec.activation_group))
@@ -149,7 +149,7 @@ class Gemm:
 
 
 class _Layer(nn.Module):
-    """What a linear layer of vLLM's is to a kernel, of random codes; one that has one scale stands transposed."""
+    """A linear layer as vLLM's kernels see it, of random codes; one with a single scale is stored transposed."""
 
     def __init__(self, shape: Shape, spec: FormatSpec, device: torch.device):
         super().__init__()
@@ -163,14 +163,14 @@ class _Layer(nn.Module):
         self.register_parameter(self.scale_name, nn.Parameter(torch.ones(blocks, device=device), requires_grad=False))
 
     def write(self, codes: Float8Tensor) -> None:
-        """As a sync does."""
+        """Write codes and scales as a sync does."""
         self.weight.copy_(codes.qdata if self.weight_block_size else codes.qdata.t())
         scale = getattr(self, self.scale_name)
         scale.copy_(codes.scale.view(scale.shape))
 
 
 def replayed_seconds(call: Callable[[], object]) -> float:
-    """Of a call on the current GPU: without launches, from a CUDA graph, and with an empty cache, as in a decode step.
+    """Return the time of a call on the current GPU: from a CUDA graph and with an empty cache, as in a decode step.
 
     `torch.cuda.graph` would give all unused memory back to the driver before each capture; here there are dozens.
     """
@@ -203,19 +203,19 @@ def pinned_gemm(
     user: dict | None,
     agree: Agree,
     max_num_seqs: int,
-    alike: bool = False,
+    batch_invariant: bool = False,
 ) -> dict[str, str]:
-    """`linear_backend` for `LLM(...)`: the best of `backends`; what the user asks for is checked only.
+    """Return `linear_backend` for `LLM(...)`: the best of `backends`; what the user asks for is checked only.
 
     Nothing if no linear is FP8, or if the user asks for one that is not among them: what its layers hold is looked at
     when the engine has started.
     """
-    asked = (user or {}).get("linear_backend")
-    names = [name for name in backends if asked in (None, name)]
+    user_backend = (user or {}).get("linear_backend")
+    names = [name for name in backends if user_backend in (None, name)]
     if not (recipe.fp8_modules and names):
         return {}
     config = policy.config.get_text_config()
-    candidates = [Gemm(name, recipe.format, recipe.scale_format, device, config, alike) for name in names]
+    candidates = [Gemm(name, recipe.format, recipe.scale_format, device, config, batch_invariant) for name in names]
     most = (user or {}).get("max_num_seqs", max_num_seqs)
     decides = [*(rows for rows in DECODED if rows < most), most]
     chosen = fastest(candidates, recipe.gemms(outline_of(policy)), decides, agree)
@@ -258,7 +258,7 @@ def fastest(
 
 
 def _agreed(candidates: Sequence[Gemm], reasons: Mapping[str, str | None], agree: Agree) -> list[Gemm]:
-    """Those that have no reason against them, on any rank."""
+    """Return the kernels that no rank rejected."""
     failed = agree([float(reasons[each.name] is not None) for each in candidates])
     if all(failed):
         between = "\n  "
@@ -271,7 +271,7 @@ def _agreed(candidates: Sequence[Gemm], reasons: Mapping[str, str | None], agree
 
 
 def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | None, str | None]:
-    """What `use` returns, and why it did not."""
+    """Return the result of `use` and None, or None and the reason why it failed."""
     try:
         return use(), None
     except ValueError as reason:
@@ -294,7 +294,7 @@ def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mappin
 
 
 def _uneven(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """BF16 numbers whose magnitude differs between blocks, so that an exchange of scales shows."""
+    """Return BF16 numbers whose magnitude differs between blocks, so that an exchange of scales shows."""
     factors = torch.exp2(torch.randint(4, (-(-rows // 128), columns // 128), generator=generator).float())
     spread = factors.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
     return (torch.randn(rows, columns, generator=generator) * spread).bfloat16()

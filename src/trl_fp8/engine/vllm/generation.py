@@ -29,7 +29,7 @@ from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import InPlaceDelivery, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.sync.shards import gathering
-from trl_fp8.sync.writer import Named
+from trl_fp8.sync.writer import NamedTensor
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
@@ -102,7 +102,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.model,
             self.recipe,
             frozen=(*self.weights.frozen, constants),
-            at_once=self.weights.at_once(self.model),
+            one_by_one=self.weights.one_by_one(self.model),
             replicas=self.replicas,
             carried=self._one_of("carried"),
         )
@@ -178,13 +178,13 @@ class FP8VLLMGeneration(VLLMGeneration):
         """Set sampling parameters of vLLM for each generation from now on."""
         self.generation_kwargs = self.generation_kwargs | parameters
 
-    def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
+    def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         """Return the tensors of a checkpoint of the policy. What lives in the engine alone is among them on the main
         process only. Collective.
         """
         return self.weights.merged()
 
-    def _iter_named_params(self) -> Iterator[Named]:
+    def _iter_named_params(self) -> Iterator[NamedTensor]:
         """Iterate as TRL does, but merge adapters into one weight at a time."""
         reshard(self.model, self._dist)
         adapted = is_peft_model(self.model)

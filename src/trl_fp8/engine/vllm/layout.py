@@ -91,9 +91,10 @@ def _why_packed(module: nn.Module) -> str | None:
             return f"experts are packed or shuffled for {backend}"
         config = getattr(method, "moe_quant_config", None)
         for number, kind in product((0, 1), (("scale", f"weight{BLOCKS.scale_suffix}"), ("bias", "bias"))):
-            read, held = getattr(config, f"w{number + 1}_{kind[0]}", None), f"{HELD[number]}_{kind[1]}"
-            if read is not None and read.data_ptr() != getattr(module, held).data_ptr():
-                return f"experts compute with a copy of {held} ({backend})"
+            read = getattr(config, f"w{number + 1}_{kind[0]}", None)
+            written = f"{HELD[number]}_{kind[1]}"
+            if read is not None and read.data_ptr() != getattr(module, written).data_ptr():
+                return f"experts compute with a copy of {written} ({backend})"
     sinks = getattr(module, SINKS, None)
     if isinstance(sinks, nn.Parameter) and module.attn.impl.sinks is not sinks:
         return f"attention computes with a copy of {SINKS} ({type(module.attn.impl).__name__})"
@@ -114,22 +115,31 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
         if (rows is None and columns is None) or attribute in WHOLE_SCALES:
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
-        sent, held = (rows, columns), (Span(offset, rows.size) if rows else None, None)
+        sent = rows, columns
+        in_engine = Span(offset, rows.size) if rows else None, None
         if attribute in BLOCK_SCALES:
-            sent, held = (
-                tuple(span and span.blocks(block) for span, block in zip(spans, module.weight_block_size, strict=True))
-                for spans in (sent, held)
-            )
+            sent = _scale_spans(sent, module)
+            in_engine = _scale_spans(in_engine, module)
         if attribute == "bias":
-            sent, held = sent[:1], held[:1]
+            sent, in_engine = sent[:1], in_engine[:1]
         per_tensor = getattr(getattr(module, "quant_method", None), "block_quant", True) is False
-        form = {"transposed": per_tensor and attribute == "weight"}
+        equal = None
         if not per_tensor and _splits_equal_parts(rows, module):
             # Gate and up of 512 rows each, on rank 0 of 2: the checkpoint's [1024, K] is viewed as [2, 512, K], of
             # which this rank has [:, 0:256]. A view of it equals the parameter [512, K] viewed as [2, 256, K]
-            form["equal"] = 0, len(rows.parts)
-            sent, held = (None, sent[0].parts[0], *sent[1:]), ()
-        yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=sent, held=held, **form)
+            equal = 0, len(rows.parts)
+            sent = None, sent[0].parts[0], *sent[1:]
+            in_engine = ()
+        transposed = per_tensor and attribute == "weight"
+        yield Piece(
+            f"{name}.{attribute}", module, attribute, dtype, sent, in_engine, equal=equal, transposed=transposed
+        )
+
+
+def _scale_spans(spans: tuple[Span | Joined | None, ...], module: nn.Module) -> tuple[Span | Joined | None, ...]:
+    """Return the spans of a weight's scales, one for each of the module's blocks."""
+    blocks = zip(spans, module.weight_block_size, strict=True)
+    return tuple(span.blocks(block) if span is not None else None for span, block in blocks)
 
 
 def _splits_equal_parts(rows: Span | Joined | None, module: nn.Module) -> bool:
@@ -169,16 +179,16 @@ def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Pie
     """
     if attribute not in ("W_UK_T", "W_UV"):
         raise RuntimeError(f"vLLM derives {prefix}.{attribute}, of which is not known how. {REMEDY}.")
-    held = getattr(attention, attribute)
-    transposed = held.stride(-1) != 1
+    tensor = getattr(attention, attribute)
+    transposed = tensor.stride(-1) != 1
 
     def derived() -> Tensor:
         sizes = attention.kv_lora_rank, attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim
-        key_RHD, value_RHD = split_kv_b_proj(attention.kv_b_proj, held.dtype, *sizes)
-        made = key_RHD.permute(1, 2, 0) if attribute == "W_UK_T" else value_RHD.transpose(0, 1)
-        return made.mT if transposed else made
+        key_RHD, value_RHD = split_kv_b_proj(attention.kv_b_proj, tensor.dtype, *sizes)
+        part = key_RHD.permute(1, 2, 0) if attribute == "W_UK_T" else value_RHD.transpose(0, 1)
+        return part.mT if transposed else part
 
-    return Piece(f"{prefix}.{attribute}", attention, attribute, held.dtype, transposed=transposed, derived=derived)
+    return Piece(f"{prefix}.{attribute}", attention, attribute, tensor.dtype, transposed=transposed, derived=derived)
 
 
 def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection[str]) -> Iterator[Shard]:

@@ -35,7 +35,7 @@ AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
-    """Number of each decoder layer -> its attention; `RuntimeError` if names do not tell the layer."""
+    """Return the attention of each decoder layer by its number; `RuntimeError` if names do not tell the layer."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, (Attention, MLAAttention)):
@@ -47,25 +47,25 @@ def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
 
 
 def quantizes_query(model: nn.Module) -> bool:
-    """`EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, MLA's and the CPU references do not."""
+    """Return `EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, MLA's and the CPU references do not."""
     layers = attention_layers(model).values()
     return any(module.query_quant is not None for module in layers if isinstance(module, Attention))
 
 
 def fp8_kernels(model: nn.Module) -> Counter[str]:
-    """`EngineNumerics.kernels`."""
+    """Return `EngineNumerics.kernels`."""
     backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
     return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
 
 
 def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
-    """The engine's layers of experts that are FP8, in order."""
+    """Return the engine's layers of experts that are FP8, in order."""
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     return [layer for layer in layers if isinstance(layer.quant_method, Fp8MoEMethod)]
 
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
-    """`EngineNumerics.linears`. `RuntimeError` if they differ: no trainer could follow them with one format."""
+    """Return `EngineNumerics.linears`. `RuntimeError` if they differ: no trainer could follow them with one format."""
     found = {kernel_scaling(kernel) for kernel in _kernels(model)}
     if len(found) > 1:
         raise RuntimeError(
@@ -111,7 +111,7 @@ def require_auditable(model: nn.Module) -> None:
 
 
 def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
-    """What about a linear kernel, or about what its layer holds, keeps a sync from writing to it; None if nothing."""
+    """Return why a sync cannot write to the layer of a linear kernel; None if it can."""
     name = type(kernel).__name__
     spec = format_stored(layer.weight_block_size)
     if spec is None:
@@ -148,10 +148,11 @@ def _why_not_known(name: str) -> str | None:
 
 def _why_not_as_sent(name: str, layer: nn.Module, expected: dict[str, torch.Tensor]) -> str | None:
     for attribute, sent in expected.items():
-        if (held := getattr(layer, attribute, None)) is None:
+        tensor = getattr(layer, attribute, None)
+        if tensor is None:
             return f"{name} keeps no {attribute}"
-        if (held.dtype, held.shape, held.stride()) != (sent.dtype, sent.shape, sent.stride()):
-            return f"{name} keeps {attribute} as {_words(held)}, sent is {_words(sent)}"
+        if (tensor.dtype, tensor.shape, tensor.stride()) != (sent.dtype, sent.shape, sent.stride()):
+            return f"{name} keeps {attribute} as {_words(tensor)}, sent is {_words(sent)}"
     return None
 
 

@@ -14,13 +14,11 @@ Parts are called in the order in which they were given. A feature returns its pa
 keeps it, to read what the part learned.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -28,16 +26,15 @@ from vllm import RequestOutput
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.delivery import Carried
+from trl_fp8.sync.delivery import CarriedValue
+
+from .colocated import Generation
+from .platform import Platform
+from .policy_weights import PolicyWeights
+from .rollout_llm import RolloutListener
 
 
-if TYPE_CHECKING:
-    from .generation import FP8VLLMGeneration
-    from .platform import Platform
-    from .policy_weights import PolicyWeights
-
-
-class EnginePart:
+class EnginePart(RolloutListener):
     """Base of all parts. Each method does nothing by itself."""
 
     batch_invariant: bool = False  # FP8 linears must run on a kernel that gives a row the same bits in every batch
@@ -55,32 +52,22 @@ class EnginePart:
         """Patches and registrations that an engine finds if it is started inside the block."""
         return nullcontext()
 
-    def explain(self, error: ValueError) -> ValueError | None:
-        """Return the error that explains vLLM's refusal to start by a flag of this feature; None if unrelated."""
-        return None
-
-    def started(self, generation: FP8VLLMGeneration) -> None:
+    def started(self, generation: Generation) -> None:
         """Check the engine that has started, and install what watches it. `ValueError` for what the user set."""
 
-    def weights(self, generation: FP8VLLMGeneration) -> PolicyWeights | None:
+    def weights(self, generation: Generation) -> PolicyWeights | None:
         """Return the source of a sync's tensors if it is not the policy itself."""
         return None
 
-    def carried(self, generation: FP8VLLMGeneration) -> Carried | None:
+    def carried(self, generation: Generation) -> CarriedValue | None:
         """Return what each sync writes beside weights. `RuntimeError` if the engine cannot take it."""
         return None
 
-    def ready(self, generation: FP8VLLMGeneration) -> None:
+    def ready(self, generation: Generation) -> None:
         """Send what is sent once, and read of the engine what features follow."""
 
-    def synced(self, generation: FP8VLLMGeneration) -> None:
+    def synced(self, generation: Generation) -> None:
         """Try what only an engine with weights can show. `RuntimeError` on all ranks if it does not hold."""
-
-    def begin(self) -> None:
-        """Forget what was noted of the last generation."""
-
-    def generated(self, outputs: list[RequestOutput]) -> None:
-        """Note what one call of the engine tells of its rollouts."""
 
 
 @dataclass

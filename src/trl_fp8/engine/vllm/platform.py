@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from transformers import PretrainedConfig
@@ -28,7 +28,6 @@ from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import forget_choices
 
 from .environment import classes_derived, configs_kept, environment_kept
-from .part import EnginePart
 
 
 NAME = "trl_fp8"  # this package, as an entry of vLLM's `additional_config` and a provider of its IR operations
@@ -83,6 +82,12 @@ class SeparateKernels:
         return found
 
 
+class AddsArguments(Protocol):
+    """The half of an `EnginePart` that a platform calls."""
+
+    def arguments(self, platform: "Platform", recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict: ...
+
+
 class Platform(ABC):
     """A kind of device that an engine runs on."""
 
@@ -99,7 +104,7 @@ class Platform(ABC):
         *,
         max_num_seqs: int,
         max_model_len: int | None,
-        parts: Sequence[EnginePart] = (),
+        parts: Sequence[AddsArguments] = (),
         user: dict | None = None,
     ) -> dict:
         """Return arguments of `LLM(...)` that override TRL's; `ValueError` if the platform cannot run such a recipe.

@@ -5,11 +5,8 @@ over ranks is gathered, a collective: for a sync as the engine holds it, for a c
 tensor at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import TYPE_CHECKING
 
 from accelerate.utils import is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -20,63 +17,63 @@ from trl.distributed import DistributedBackend
 
 from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.names import checkpoint_name, without_copies
-from trl_fp8.sync.delivery import Part
+from trl_fp8.sync.delivery import TensorGroup
 from trl_fp8.sync.shards import Sharded, gathered, local_part
-from trl_fp8.sync.writer import Named, Sent
+from trl_fp8.sync.writer import NamedTensor, SentTensor
 
-
-if TYPE_CHECKING:
-    from .generation import FP8VLLMGeneration
+from .colocated import Generation
 
 
 class PolicyWeights:
-    """Those of the policy of a generation whose engine has started."""
+    """The weights of the policy whose engine has started, as a sync sends them."""
 
-    def __init__(self, generation: FP8VLLMGeneration):
+    def __init__(self, generation: Generation):
         self._generation, self._dist = generation, generation._dist
         self.model, self.recipe, self.layout = generation.model, generation.recipe, generation.engine.layout
-        self.frozen: tuple[Part, ...] = ()  # what is written once, and not by each sync
+        self.frozen: tuple[TensorGroup, ...] = ()  # what is written once, and not by each sync
         self.dealt = self._dist.is_zero3 or self._dist.is_fsdp  # over ranks
 
-    def at_once(self, model: nn.Module) -> bool:
+    def one_by_one(self, model: nn.Module) -> bool:
         """Whether what `sent`, or `reference` of a model, yields lasts only until the next tensor is asked for."""
         return self.dealt or is_peft_model(model)
 
-    def sent(self) -> AbstractContextManager[Iterator[Sent]]:
+    def sent(self) -> AbstractContextManager[Iterator[SentTensor]]:
         """`(checkpoint name, tensor)` of what a sync writes, in a `with` block."""
         reshard(self.model, self._dist)
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
-        if is_peft_model(self.model) or not self._dealt_alike(parameters):
+        if is_peft_model(self.model) or not self._sharded_over_one_group(parameters):
             return self.merged()
         return closing(self._gathered(parameters))
 
-    def merged(self) -> AbstractContextManager[Iterator[Named]]:
+    def merged(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         """`(checkpoint name, full tensor)` of the whole policy, in a `with` block."""
         return closing(self._generation._iter_named_params())
 
-    def parameters(self) -> Iterator[Named]:
+    def parameters(self) -> Iterator[NamedTensor]:
         """The policy's by checkpoint name, without adapters and copies of modules that are not active."""
         for name, parameter in self.model.named_parameters():
             if not of_adapter(name, self.model):
                 yield checkpoint_name(name), parameter
 
-    def whole(self, parameters: Callable[[], Iterator[Named]]) -> Iterator[Named]:
+    def whole(self, parameters: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
         """Parameters, those that FSDP2 deals over ranks gathered, a collective, until the next one is asked for."""
         reshard(self.model, self._dist)  # first: an unsharded parameter is another object, which loses its memory
         yield from self._gathered(list(parameters())) if self._dist.is_fsdp else parameters()
 
-    def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[Sent]]:
-        """What the engine calls `names` of a reference: of a copy of the policy, or of the policy itself, which has
-        its adapters disabled, or those of the reference active, when the block is entered.
+    def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[SentTensor]]:
+        """Return the weights of a reference that the engine calls `names`, in a `with` block.
+
+        It is a copy of the policy, or the policy itself, which has its adapters disabled, or those of the reference
+        active, when the block is entered.
         """
         return closing(self._reference(model, names, summed=is_peft_model(model) and _merges(model)))
 
-    def _reference(self, model: nn.Module, names: Set[str], summed: bool) -> Iterator[Sent]:
+    def _reference(self, model: nn.Module, names: Set[str], summed: bool) -> Iterator[SentTensor]:
         reshard(model, self._dist)
         own = [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
         adapted, adapters = is_peft_model(model), adapters_of_parameters(model) if summed else {}
         with self._dist.gather_params(list(model.parameters()) if adapted else []):
-            if self._dist.is_fsdp or (not adapted and self._dealt_alike(own)):
+            if self._dist.is_fsdp or (not adapted and self._sharded_over_one_group(own)):
                 with merged({layer: None for layers in adapters.values() for layer in layers}):  # a collective
                     yield from self._gathered(own)
                 return
@@ -98,10 +95,10 @@ class PolicyWeights:
                 own.append(parameter)
         return [local_part(each) for each in own]
 
-    def _gathered(self, parameters: list[Named]) -> Iterator[Sent]:
+    def _gathered(self, parameters: list[NamedTensor]) -> Iterator[SentTensor]:
         return gathered(parameters, self.recipe, self.layout, self._generation.accelerator.device)
 
-    def _dealt_alike(self, parameters: list[Named]) -> bool:
+    def _sharded_over_one_group(self, parameters: list[NamedTensor]) -> bool:
         """FSDP2 or ZeRO-3 deals these over the same ranks, so that they are gathered as the engine holds them."""
         dealt = [Sharded.of(parameter) for _, parameter in parameters] if self._dist.is_zero3 else []
         return self._dist.is_fsdp or bool(dealt) and None not in dealt and len({part.group for part in dealt}) == 1

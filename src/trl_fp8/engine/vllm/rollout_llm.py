@@ -20,8 +20,6 @@ from vllm import LLM, RequestOutput, SamplingParams
 
 from trl_fp8.upstream import vllm as upstream
 
-from .part import EnginePart
-
 
 @contextmanager
 def generators_seeded(*seed: int) -> Iterator[None]:
@@ -34,6 +32,20 @@ def generators_seeded(*seed: int) -> Iterator[None]:
             yield
         finally:
             np.random.set_state(state)
+
+
+class RolloutListener:
+    """Base of what `RolloutLLM` tells of its start and its generations. Each method does nothing by itself."""
+
+    def explain(self, error: ValueError) -> ValueError | None:
+        """Return the error that explains vLLM's refusal to start by a flag of this feature; None if unrelated."""
+        return None
+
+    def begin(self) -> None:
+        """Forget what was noted of the last generation."""
+
+    def generated(self, outputs: list[RequestOutput]) -> None:
+        """Note what one call of the engine tells of its rollouts."""
 
 
 class RolloutLLM(LLM):
@@ -51,7 +63,7 @@ class RolloutLLM(LLM):
     occasion: tuple[int, int, int] | None = None
     _calls: Mapping[tuple[int, int, int], int] = {}  # occasion -> calls of `generate`, of the latest step
 
-    def __init__(self, *, parts: Sequence[EnginePart] = (), **kwargs):
+    def __init__(self, *, parts: Sequence[RolloutListener] = (), **kwargs):
         self._parts, self._seed = parts, kwargs.get("seed") or 0
         # vLLM's default, aborting, would fail there: it refuses to reset its prefix cache beside routes
         self._keeps_requests = bool(kwargs.get("enable_return_routed_experts"))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.colocated import Generation
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.quantization.codec.digest import digest
@@ -29,7 +29,7 @@ READ_EACH_TIME = (
 
 
 class EngineScales(EnginePart):
-    """`sync.delivery.Carried`: the scales of an FP8 KV cache, which `calibrate` makes for the policy as it is."""
+    """`sync.delivery.CarriedValue`: the scales of an FP8 KV cache, which `calibrate` makes for the policy as it is."""
 
     name = KV_SCALES
 
@@ -39,7 +39,7 @@ class EngineScales(EnginePart):
         self.value: KVScales | None = None
         self._layers: Mapping[int, Attention | MLAAttention] = {}
 
-    def carried(self, generation: FP8VLLMGeneration) -> "EngineScales":
+    def carried(self, generation: Generation) -> "EngineScales":
         """Find the layers, and raise as `fp8_attention_layers`."""
         cached = kv_layers(caches_of(generation.model.config.get_text_config()))
         skipped = generation.recipe.kv_cache_skip_layers

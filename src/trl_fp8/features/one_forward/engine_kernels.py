@@ -22,6 +22,7 @@ from vllm.model_executor.models import commandr
 from vllm.model_executor.models.interfaces import supports_multimodal
 
 from trl_fp8.engine.kernels import Rotary
+from trl_fp8.engine.vllm.colocated import Generation
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.numerics import attention_layers
@@ -30,7 +31,7 @@ from trl_fp8.engine.vllm.platform import CPU_KERNELS, Platform
 from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 from trl_fp8.quantization.formats import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.delivery import Part
+from trl_fp8.sync.delivery import TensorGroup
 from trl_fp8.sync.pieces import Layout, Piece
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.vllm import choose_experts
@@ -244,7 +245,7 @@ class CPUAttention:
 class KernelsPart(EnginePart):
     """Provides the kernels of an engine, to be compared with the policy or called by it."""
 
-    def ready(self, generation: FP8VLLMGeneration) -> None:
+    def ready(self, generation: Generation) -> None:
         if generation.platform.name == "cuda":
             from .engine_flash_attention import PackedAttention as attention  # vLLM's CPU build has no FlashAttention
         else:
@@ -268,7 +269,7 @@ class SharedKernelsPart(KernelsPart):
     def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
         return invariant_on_cuda() if platform.name == "cuda" else nullcontext()
 
-    def started(self, generation: FP8VLLMGeneration) -> None:
+    def started(self, generation: Generation) -> None:
         self.mismatch_bound = MISMATCH_BOUNDS[generation.platform.name]
         invariance_of(generation.platform).require(upstream.engine_config(generation.llm))
         require_invariant_routers(upstream.engine_model(generation.llm))
@@ -285,7 +286,7 @@ class SharedKernelsPart(KernelsPart):
         pieces = [piece for piece in layout.pieces.values() if isinstance(piece.parameter, nn.Parameter)]
         read = layout.part({piece.name for piece in pieces if self.kernels.reads(piece)} - frozen)
         names = frozenset(read.names)
-        part = Part(read, partial(weights.reference, model, names), at_once=weights.at_once(model))
+        part = TensorGroup(read, partial(weights.reference, model, names), one_by_one=weights.one_by_one(model))
         parameters = partial(weights.parts_of_reference, model, names)
         return ReferenceWeights(generation.delivery, part, parameters, replicas and replicas.reduce_max)
 

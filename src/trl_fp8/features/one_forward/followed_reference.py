@@ -20,7 +20,7 @@ from trl_fp8.policy.swapped import scored_by
 from trl_fp8.quantization.codec.digest import Table
 from trl_fp8.recipe.messages import listed
 from trl_fp8.sync.audit import ReduceMax
-from trl_fp8.sync.delivery import InPlaceDelivery, Part
+from trl_fp8.sync.delivery import InPlaceDelivery, TensorGroup
 
 from .followed_head import followed_head
 from .one_forward import OneForward, require_followable
@@ -41,7 +41,9 @@ class ReferenceWeights:
     through `.data`, as TRL's own callback makes them.
     """
 
-    def __init__(self, delivery: InPlaceDelivery, part: Part, parameters: Parameters, reduce_max: ReduceMax | None):
+    def __init__(
+        self, delivery: InPlaceDelivery, part: TensorGroup, parameters: Parameters, reduce_max: ReduceMax | None
+    ):
         """`part` is what a trainer computes with of the engine, and where the reference's weights for it come from.
         `parameters` returns this rank's share of those weights.
         """

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from vllm import LLM, RequestOutput
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.colocated import Generation
 from trl_fp8.engine.vllm.part import RolloutLog
 from trl_fp8.engine.vllm.platform import Platform
 from trl_fp8.recipe.names import NOWHERE
@@ -65,7 +65,7 @@ class RouteLog(RolloutLog):
             "Otherwise set router_replay='off'."
         )
 
-    def started(self, generation: FP8VLLMGeneration) -> None:
+    def started(self, generation: Generation) -> None:
         returned = generation.platform.name == "cuda"
         self.source = returned_routes if returned else RouterCapture(generation.llm)
 

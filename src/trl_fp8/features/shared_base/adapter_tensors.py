@@ -20,7 +20,7 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import checkpoint_name
 
 
-Named = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor]
 A, B = "lora_A", "lora_B"  # what PEFT calls them, between the name of a layer and ".weight"
 
 
@@ -69,7 +69,9 @@ def _active(layers: Mapping[str, LoraLayer]) -> str | None:
     return names.pop() if names else None
 
 
-def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterable[Named]) -> Iterator[Named]:
+def adapter_tensors(
+    model: nn.Module, slots: Mapping[str, Slot], trained: Iterable[NamedTensor]
+) -> Iterator[NamedTensor]:
     """Yield the tensors that an engine is sent: its slots, filled from the adapters among `trained`, and whole tensors
     under their checkpoint names. `trained` is PEFT's `(name, full tensor)` of all trained parameters.
     """
@@ -102,7 +104,7 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
         yield f"{layer}.{which}.weight", slots[layer].placed(which, nothing)
 
 
-def factors(model: nn.Module, parameters: Iterable[Named]) -> dict[str, dict[str, torch.Tensor]]:
+def factors(model: nn.Module, parameters: Iterable[NamedTensor]) -> dict[str, dict[str, torch.Tensor]]:
     """Return layer -> A `[r, K]` and s B `[N, r]` in force, FP32 copies, of PEFT's `(name, full tensor)`."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for layer, which, tensor in _in_force(model, parameters):
@@ -111,7 +113,9 @@ def factors(model: nn.Module, parameters: Iterable[Named]) -> dict[str, dict[str
     return found
 
 
-def merged(weights: Iterable[Named], adapters: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Named]:
+def merged(
+    weights: Iterable[NamedTensor], adapters: Mapping[str, Mapping[str, torch.Tensor]]
+) -> Iterator[NamedTensor]:
     """Yield W + s B A in FP32 for each `(checkpoint name, W)` that has `factors`; others as they are."""
     for name, weight in weights:
         both = adapters.get(name.removesuffix(".weight"))
@@ -120,7 +124,7 @@ def merged(weights: Iterable[Named], adapters: Mapping[str, Mapping[str, torch.T
         yield name, weight
 
 
-def _in_force(model: nn.Module, parameters: Iterable[Named]) -> Iterator[tuple[str, str | None, torch.Tensor]]:
+def _in_force(model: nn.Module, parameters: Iterable[NamedTensor]) -> Iterator[tuple[str, str | None, torch.Tensor]]:
     """Yield (layer, `A` or `B`, matrix) of the active adapter, scaling in B; others as (name, None, tensor)."""
     layers = _adapted(model)
     active = _active(layers)

@@ -50,9 +50,9 @@ class AdapterLinear(ReplicatedLinear, Added):
     def pieces(self) -> Iterator[Piece]:
         for number, (name, rows, columns, offset) in enumerate(self.layers):
             if self.which == A:
-                places = {"sent": (None, columns), "held": (Span(number * self.rank, self.rank), None)}
+                places = {"sent": (None, columns), "in_engine": (Span(number * self.rank, self.rank), None)}
             else:
-                places = {"sent": (rows, None), "held": (Span(offset, rows.size) if rows else None, None)}
+                places = {"sent": (rows, None), "in_engine": (Span(offset, rows.size) if rows else None, None)}
             yield Piece(f"{name}.{self.which}.weight", self, "weight", self.weight.dtype, **places)
 
 

@@ -11,14 +11,14 @@ from torch import nn
 from transformers import PretrainedConfig
 from vllm import envs
 
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.colocated import Generation
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platform import Platform, traced
 from trl_fp8.engine.vllm.policy_weights import PolicyWeights
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.delivery import Part
-from trl_fp8.sync.writer import Named, Sent
+from trl_fp8.sync.delivery import TensorGroup
+from trl_fp8.sync.writer import NamedTensor, SentTensor
 from trl_fp8.upstream import vllm as upstream
 
 from .adapter_tensors import A, adapter_tensors, factors, merged, room_for
@@ -47,22 +47,22 @@ class BasePart(EnginePart):
     def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
         return adapters_installed(recipe, self._room)
 
-    def started(self, generation: FP8VLLMGeneration) -> None:
+    def started(self, generation: Generation) -> None:
         generation.llm.share_weights()
 
-    def weights(self, generation: FP8VLLMGeneration) -> PolicyWeights:
+    def weights(self, generation: Generation) -> PolicyWeights:
         return AdapterWeights(generation, self.base)
 
-    def ready(self, generation: FP8VLLMGeneration) -> None:
+    def ready(self, generation: Generation) -> None:
         recipe = generation.recipe
         layout = generation.engine.layout
         generation.wake_weights()
-        generation.delivery.send(generation.weights.frozen[0])
+        generation.delivery.send(generation.delivery.frozen[0])
         self.base.share(lambda weight: held_codes(layout, recipe.engine_name(weight), recipe.format))
         # The first sync of a compiled engine tries its adapters: now weights are random
         self._adapters_read = not upstream.engine_config(generation.llm).compilation_config.mode
 
-    def synced(self, generation: FP8VLLMGeneration) -> None:
+    def synced(self, generation: Generation) -> None:
         if self._adapters_read:
             return
         with generation.cache_awake():
@@ -84,7 +84,7 @@ class BasePart(EnginePart):
 class AdapterWeights(PolicyWeights):
     """Source of a sync: adapters, and other trained parameters beside a frozen base."""
 
-    def __init__(self, generation: FP8VLLMGeneration, base: SharedBase):
+    def __init__(self, generation: Generation, base: SharedBase):
         super().__init__(generation)
         self.base = base
         recipe = self.recipe
@@ -92,35 +92,35 @@ class AdapterWeights(PolicyWeights):
         codes = {name for w in recipe.fp8_tensors for name in (recipe.engine_name(w), recipe.scale_name(w))}
         frozen = {recipe.engine_name(name) for name, parameter in self.parameters() if not parameter.requires_grad}
 
-        def frozen_tensors() -> AbstractContextManager[Iterator[Sent]]:
+        def frozen_tensors() -> AbstractContextManager[Iterator[SentTensor]]:
             return closing(self.whole(lambda: (p for p in self.parameters() if recipe.engine_name(p[0]) in frozen)))
 
-        base_part = Part(self.layout.part(codes), lambda: closing(base.tensors()), at_once=True)
-        self.frozen = base_part, Part(self.layout.part(frozen), frozen_tensors, at_once=self.dealt)
+        base_part = TensorGroup(self.layout.part(codes), lambda: closing(base.tensors()), one_by_one=True)
+        self.frozen = base_part, TensorGroup(self.layout.part(frozen), frozen_tensors, one_by_one=self.dealt)
 
-    def at_once(self, model: nn.Module) -> bool:
+    def one_by_one(self, model: nn.Module) -> bool:
         return self.dealt  # nothing is merged
 
-    def sent(self) -> AbstractContextManager[Iterator[Sent]]:
+    def sent(self) -> AbstractContextManager[Iterator[SentTensor]]:
         named = self.model.named_parameters
         trained = self.whole(lambda: (each for each in named() if each[1].requires_grad or ".lora_" in each[0]))
         return closing(adapter_tensors(self.model, self.slots, trained))
 
-    def merged(self) -> AbstractContextManager[Iterator[Named]]:
+    def merged(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         return closing(self._merged())
 
-    def _merged(self) -> Iterator[Named]:
+    def _merged(self) -> Iterator[NamedTensor]:
         adapters = factors(self.model, self._adapters(self.model))
         yield from merged(self.whole(self.parameters), adapters)
         if self._generation.accelerator.is_main_process:
             yield from merged(self.base.originals(), adapters)
 
-    def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[Sent]]:
+    def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[SentTensor]]:
         own = self._reference(model, names, summed=False)
         sent = adapter_tensors(model, self.slots, chain(self._adapters(model), own))
         return closing((name, tensor) for name, tensor in sent if self.recipe.engine_name(name) in names)
 
-    def _adapters(self, model: nn.Module) -> Iterator[Named]:
+    def _adapters(self, model: nn.Module) -> Iterator[NamedTensor]:
         return self.whole(lambda: (each for each in model.named_parameters() if ".lora_" in each[0]))
 
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from vllm import LLM, RequestOutput
 
 from trl_fp8.engine.protocol import Survivors
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.colocated import Generation
 from trl_fp8.engine.vllm.part import RolloutLog
 from trl_fp8.engine.vllm.platform import Platform
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -37,7 +37,7 @@ class SurvivorLog(RolloutLog):
             f"{reason[0].strip()}. Otherwise set top_p=1.0, top_k=0, min_p=None."
         )
 
-    def started(self, generation: FP8VLLMGeneration) -> None:
+    def started(self, generation: Generation) -> None:
         returned = generation.platform.name == "cuda"
         self.source = returned_survivors if returned else SamplerCapture(generation.llm)
         if (generation.generation_kwargs.get("top_k", generation.top_k) or 0) <= 0:
