@@ -17,7 +17,9 @@ from .feature import Feature
 
 logger = get_logger(__name__)
 
-PINNED = "engine.json"  # in a checkpoint: what was chosen for the engine on the device that it ran on
+# In a checkpoint: the kernel of FP8 linears. A timing on the device chooses it (engine/vllm/gemms.py), so a resumed
+# run may get another one, and would compute other numbers without a word
+PINNED = "engine.json"
 
 
 class Syncs(Feature, TrainerCallback):

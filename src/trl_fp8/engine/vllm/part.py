@@ -41,7 +41,7 @@ class EnginePart(RolloutListener):
     kernels: EngineKernels | None = None  # for a policy that calls them or is compared with them; from `ready` on
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        """Further arguments of `vllm.LLM(...)`; dictionaries are merged with those of the platform and other parts.
+        """Return further arguments of `vllm.LLM(...)`; dictionaries are merged with those of platform and other parts.
 
         `config` is the policy's, `user` `vllm_engine_kwargs`, which win over all of these. `ValueError`: the platform,
         or an engine with the user's arguments, cannot do what the feature needs.
@@ -49,7 +49,7 @@ class EnginePart(RolloutListener):
         return {}
 
     def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
-        """Patches and registrations that an engine finds if it is started inside the block."""
+        """Patch and register what an engine finds if it is started inside the block."""
         return nullcontext()
 
     def started(self, generation: Generation) -> None:
