@@ -13,6 +13,7 @@ starts both generators from the run's seed, the engine's rank, the step and the 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum
 
 import numpy as np
 import torch
@@ -48,6 +49,15 @@ class RolloutListener:
         """Note what one call of the engine tells of its rollouts."""
 
 
+class Weights(Enum):
+    """The place of an engine's weights."""
+
+    AWAKE = "in device memory, of an engine whose weights are awake"
+    SHARED = "in device memory, of an engine that sleeps"
+    ON_HOST = "in host memory"
+    DISCARDED = "nowhere: the next generation begins with a sync"
+
+
 class RolloutLLM(LLM):
     """`vllm.LLM` whose level-2 sleep becomes level 1 while `keep_weights` is set, and less if its weights are shared.
 
@@ -56,8 +66,8 @@ class RolloutLLM(LLM):
     """
 
     keep_weights = False  # they will be needed again as they are
-    weights_kept = False  # the engine sleeps and has its weights, in host memory unless they are shared
-    _weights_shared = _weights_asleep = False
+    _weights = Weights.AWAKE
+    _weights_shared = False  # the trainer computes with them
     # The run's seed, its step, and 1 if it trains: all that a resumed run has, to sample as without a break. None
     # leaves the global generators as they are
     occasion: tuple[int, int, int] | None = None
@@ -115,22 +125,30 @@ class RolloutLLM(LLM):
         """From now on the trainer computes with the engine's weights, also while the engine sleeps."""
         self._weights_shared = True
 
+    @property
+    def weights_kept(self) -> bool:
+        """Return whether the engine sleeps and has its weights."""
+        return self._weights in (Weights.SHARED, Weights.ON_HOST)
+
     def sleep(self, level: int = 1, **kwargs) -> None:
-        self.weights_kept = level == 1 or self.keep_weights or self._weights_shared
         if self._keeps_requests:
             kwargs.setdefault("mode", "keep")
         if self._weights_shared:
+            self._weights = Weights.SHARED
             upstream.finish(self)
             super().sleep(level=0, **kwargs)
             self.release_kv_cache_memory()
             return
-        self._weights_asleep = True
-        super().sleep(level=1 if self.weights_kept else level, **kwargs)
+        if self.keep_weights:
+            level = 1
+        self._weights = Weights.ON_HOST if level == 1 else Weights.DISCARDED
+        super().sleep(level=level, **kwargs)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        self.weights_kept = self.weights_kept and not (tags is None or "weights" in tags)
-        if not self._weights_asleep and tags is not None:
+        wakes_weights = tags is None or "weights" in tags
+        if self._weights in (Weights.AWAKE, Weights.SHARED) and tags is not None:
             tags = [tag for tag in tags if tag != "weights"]  # vLLM would warn, and wake nothing
         if tags is None or tags:
             super().wake_up(tags)
-        self._weights_asleep = self._weights_asleep and not (tags is None or "weights" in tags)
+        if wakes_weights:
+            self._weights = Weights.AWAKE
