@@ -66,6 +66,8 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
         if fp8:
             sent[recipe.scale_name(name)] = recipe.format.scale_shape(shape), torch.float32
     unknown = [name for name in sent if name not in layout.pieces]
+    differences = {name: _other_form(layout, name, *form) for name, form in sent.items() if name in layout.pieces}
+    other = [f"{name} {difference}" for name, difference in differences.items() if difference is not None]
     empty = [name for name, piece in layout.pieces.items() if name not in sent and piece.derived is None]
     if unknown or empty:
         reason = (
@@ -73,7 +75,7 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
             f"({listed(sorted(empty), 4) or 'none'}), and the policy {len(unknown)} that the class does not have "
             f"({listed(sorted(unknown), 4) or 'none'})"
         )
-    elif other := [f"{name} {why}" for name, form in sent.items() if (why := _other_form(layout, name, *form))]:
+    elif other:
         reason = f"the engine holds {len(other)} tensors in another form ({listed(other, 4)})"
     else:
         return

@@ -137,7 +137,8 @@ def gathered(
         Exception: What failed on this rank: after everything was gathered.
     """
     # 1. What is gathered here, and to where. PyTorch gathers parameters of another group than the first one's
-    found = {name: part for name, parameter in parameters if (part := Sharded.of(parameter))}
+    found = {name: Sharded.of(parameter) for name, parameter in parameters}
+    found = {name: part for name, part in found.items() if part is not None}
     group = next((part.group for part in found.values()), None)
     found = {name: part for name, part in found.items() if part.group == group}
     plans = {name: _plan(name, part, recipe, layout) for name, part in found.items()}
