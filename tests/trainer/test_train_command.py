@@ -424,7 +424,8 @@ def test_answers_of_gsm8k_are_verified():
 # Help
 
 
-def test_help_shows_what_most_runs_set_and_all_of_it_if_asked(capsys):
+def test_help_shows_what_most_runs_set_and_all_of_it_if_asked(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # workers of the tests have a terminal of 80 columns
     assert main(["train", "--help"]) == 0
     short = capsys.readouterr().out
     assert all(f"--{name}" in short.split() for names in COMMON.values() for name in names.split())

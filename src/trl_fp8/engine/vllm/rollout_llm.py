@@ -134,7 +134,8 @@ class RolloutLLM(LLM):
         if self._keeps_requests:
             kwargs.setdefault("mode", "keep")
         if self._weights_shared:
-            self._weights = Weights.SHARED
+            if self._weights is Weights.AWAKE:  # one that slept already still has to bring its weights back
+                self._weights = Weights.SHARED
             upstream.finish(self)
             super().sleep(level=0, **kwargs)
             self.release_kv_cache_memory()
