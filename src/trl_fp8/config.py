@@ -1,6 +1,6 @@
 """`FP8GRPOConfig`: TRL's `GRPOConfig` plus the flags that say what is FP8.
 
-Defaults of TRL's own that depend on whether anything is FP8 are declared as None, and resolved in `__post_init__`. So
+Flags of TRL's whose defaults depend on whether anything is FP8 default to None, resolved in `__post_init__`. So
 with every FP8 flag off the config is TRL's, field for field.
 """
 
@@ -29,13 +29,13 @@ _HIDDEN = "<HUB_TOKEN>"  # what transformers' `to_dict` has in the place of `hub
 
 @dataclass
 class FP8Config:
-    """Base of every FP8 config, before its groups of flags and TRL's config."""
+    """Base of every FP8 config; its groups of flags and TRL's config are bases after this one."""
 
     def __post_init__(self):
         user_flags = {item.name for item in fields(self) if getattr(self, item.name) != default_of(item)}
         for group in self.groups():
             group.resolve(self)
-        # The fields of another config have both of these, which TRL refuses, and `to_dict` hides the token
+        # Fields taken from another config set both of these, which TRL refuses; from `to_dict`, they hide the token
         size, steps = self.generation_batch_size, self.steps_per_generation
         if steps is not None:
             self.generation_batch_size = None
@@ -50,20 +50,20 @@ class FP8Config:
             )
         for group in self.groups():
             group.check(self)
-        # A second config with nothing set would tell these, too, but to make one resets accelerate's state
+        # A second config with no flag set would show these, too, but making one resets accelerate's state
         self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in user_flags}
 
     @classmethod
     def groups(cls) -> list[type[FlagGroup]]:
         """Return the groups of flags, in the order in which they are resolved and checked."""
-        return [base for base in cls.__mro__ if issubclass(base, FlagGroup) and FlagGroup in base.__bases__]
+        return [base for base in cls.__mro__ if FlagGroup in base.__bases__]
 
     @property
     def any_fp8(self) -> bool:
         return any(getattr(self, name) != off for group in self.groups() for name, off in group.FP8.items())
 
     def fp8_flags(self, off: bool = False) -> str:
-        """Return the flags that make something FP8 with their values, or with the values that switch FP8 off."""
+        """Return `name=value` of the flags that make something FP8; if `off`, with the values that switch it off."""
         named = {
             name: value if off else getattr(self, name) for one in self.groups() for name, value in one.FP8.items()
         }

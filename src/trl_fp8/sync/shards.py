@@ -1,13 +1,13 @@
-"""Gathers a policy of which each rank has some rows, in the form in which an engine holds it.
+"""Gathers a policy whose rows are spread over ranks, in the form in which an engine holds it.
 
-    FP8 weight, shards of whole blocks    each rank quantizes its rows to where the engine holds them; codes and scales
-                                          are gathered there: one byte for each number
+    FP8 weight, shards of whole blocks    each rank quantizes its rows into the engine's own tensors, where codes and
+                                          scales are then gathered: one byte for each number
     any other, shards in order            each rank rounds its part as the engine does (BF16); those are gathered
     other shards                          `full_tensor`, in the policy's dtype
 
 Shapes, layout and the number of ranks decide which of these a parameter takes, so that all ranks decide alike. A rank
-on which something fails goes on gathering, whatever it holds, so that no other waits for it, and raises at the end. It
-cannot go on inside a gather of another library: what fails there is a `GatherFailed`.
+on which something fails goes on gathering, even if its data are wrong, so that no other rank waits for it, and raises
+at the end. Only inside another library's gather it cannot go on: what fails there is a `GatherFailed`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,12 +36,12 @@ class Rows:
 
     @property
     def each(self) -> int:
-        """Rows of each rank but the last ones."""
+        """Rows of each rank; the last ranks may have fewer."""
         return -(-self.count // self.ranks)
 
     @property
     def padded(self) -> int:
-        """Rows that a gather takes: as many of the last ranks as of the others."""
+        """Rows that a gather takes: the parts of the last ranks are padded to the size of the others."""
         return self.each * self.ranks
 
     def of(self, rank: int) -> slice:
@@ -50,7 +50,7 @@ class Rows:
 
 
 def rows_of_codes(shape: Sequence[int], ranks: int, block: tuple[int, int] | None) -> tuple[Rows, Rows] | None:
-    """Return the rows, in the first dim, of codes and of scales for a weight that ranks can quantize in parts.
+    """Return how ranks share the rows (first dim) of a weight's codes and of its scales, if each can quantize a part.
 
     None if they cannot, because shards split blocks.
     """
@@ -67,7 +67,7 @@ def rows_of_codes(shape: Sequence[int], ranks: int, block: tuple[int, int] | Non
 class Sharded(NamedTuple):
     """This rank's part of a parameter whose rows, or elements, are dealt over a group in order."""
 
-    local: torch.Tensor  # of as many dims as the parameter, or one
+    local: torch.Tensor  # with the parameter's number of dims, or flat
     whole: torch.Size  # shape of the parameter
     group: ProcessGroup
 
@@ -96,15 +96,15 @@ class Sharded(NamedTuple):
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a parameter, whichever way FSDP2 or ZeRO-3 deals it; of a whole one all."""
+    """Return what this rank has of a parameter, however FSDP2 or ZeRO-3 deals it; all of it if it is not dealt."""
     if isinstance(parameter, DTensor):
         return parameter.detach().to_local()
     return getattr(parameter, "ds_tensor", parameter).detach()
 
 
 class GatherFailed(RuntimeError):
-    """A gather of another library broke off on this rank, and the others are still in it. This rank has to end: they
-    would take its next collective for the gather that they wait for.
+    """Another library's gather broke off on this rank, and the other ranks are still in it. This rank has to end: they
+    would take its next collective for the rest of that gather.
     """
 
 
@@ -121,30 +121,30 @@ class WrittenCodes(NamedTuple):
     """An FP8 weight that the engine holds already."""
 
     own: Destination | None  # the rows that this rank quantized; None if it has none
-    sums: torch.Tensor  # int64 `[2]`: checksums of their codes and scales; of all ranks' once all has been gathered
+    sums: torch.Tensor  # int64 `[2]`: checksums of `own`'s codes and scales; after the last gather, of all ranks'
 
 
 def gathered(
     parameters: Sequence[tuple[str, torch.Tensor]], recipe: FP8Recipe, layout: Layout, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor | WrittenCodes]]:
-    """Yield each of the policy's `(checkpoint name, parameter)` whole, on `device`; it lasts until the next one.
+    """Yield each `(checkpoint name, whole parameter)` on `device`; it is valid until the next one is asked for.
 
-    A collective, to be exhausted also if the consumer failed. Waits for the device once, before the first.
+    A collective: exhaust it even if the consumer failed. Waits for the device once, before the first parameter.
 
     Raises:
-        RuntimeError: There is no memory to gather in, on any rank: before anything is gathered.
-        GatherFailed: On this rank, in a gather that PyTorch makes.
-        Exception: What failed on this rank: after everything was gathered.
+        RuntimeError: Some rank has no memory to gather in. On all ranks, before anything is gathered.
+        GatherFailed: A gather that PyTorch makes failed on this rank.
+        Exception: Whatever else failed on this rank. Raised after everything was gathered.
     """
-    # 1. What is gathered here, and to where. PyTorch gathers parameters of another group than the first one's
-    found = {name: Sharded.of(parameter) for name, parameter in parameters}
-    found = {name: part for name, part in found.items() if part is not None}
-    group = next((part.group for part in found.values()), None)
-    found = {name: part for name, part in found.items() if part.group == group}
+    # 1. What is gathered here, and to where. Parameters of any group but the first one's are left to PyTorch
+    dealt = {name: part for name, parameter in parameters if (part := Sharded.of(parameter)) is not None}
+    group = next((part.group for part in dealt.values()), None)
+    found = {name: part for name, part in dealt.items() if part.group == group}
     plans = {name: _plan(name, part, recipe, layout) for name, part in found.items()}
     # 2. Memory for the largest of them, once for all: each parameter is used up before the next one is gathered
     buffers, all_sums = _room(list(plans.values()), device, group) if plans else ([], None)
-    sums_left, failure = iter(all_sums) if plans else None, None
+    sums_left = iter(all_sums) if plans else None
+    failure = None
     # 3. One parameter after the other. What fails here is kept for the end: other ranks are in the same gathers
     for name, parameter in parameters:
         if name not in plans:
@@ -155,7 +155,7 @@ def gathered(
             continue
         plan, own = plans[name], None
         wholes = [part.whole(buffer) for part, buffer in zip(plan, buffers, strict=False)]
-        sums = next(sums_left) if len(plan) == 2 else None
+        sums = next(sums_left) if len(plan) == 2 else None  # 2: codes and scales
         try:
             own = _write_own(found[name], plan, wholes, sums, recipe)
         except Exception as error:
@@ -179,7 +179,7 @@ class _Gather(NamedTuple):
     rows: Rows
     row: torch.Size  # shape of one
     dtype: torch.dtype
-    target: torch.Tensor | None = None  # where it ends; None: in the buffer, for the consumer
+    target: torch.Tensor | None = None  # where the result goes; None: it stays in the buffer, for the consumer
 
     @property
     def in_place(self) -> bool:
@@ -208,7 +208,7 @@ def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> l
     is_fp8, piece = name in recipe.fp8_tensors, layout.pieces.get(recipe.engine_name(name))
     block = recipe.format.weight_block if is_fp8 and recipe.tensor_parallel_size == 1 else None
     if block and piece and (rows := rows_of_codes(shape, ranks, block)):
-        # Piece by piece: `Layout.held` would look for all parameters, for each of them
+        # Only these two pieces: `Layout.held` would look up all parameters, for each weight
         both = piece.of_engine(), layout.pieces[recipe.scale_name(name)].of_engine()
         both = map(joined_halves, both)  # views: without tensor parallelism each half is whole
         return [_Gather(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
@@ -225,6 +225,7 @@ def _write_own(
     if sums is None:
         mine[0].copy_(local)
         return None
+    # Counted in rows of the last dim: an expert of `[E, N, K]` is N of them
     before = tuple(one.rows.of(rank).start * one.row[:-1].numel() for one in plan)
     own = Destination(local, *mine, rows_before=before)
     options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
@@ -236,16 +237,18 @@ def _write_own(
 def _room(
     plans: list[list[_Gather]], device: torch.device, group: ProcessGroup
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return buffers for the largest first and the largest second tensor of all plans, and room for checksums `[n, 2]`
-    of the n weights that are gathered as codes. `RuntimeError` on every rank if one has no memory for them.
+    """Return a buffer for the plans' first tensors and one for their second, each of the largest's size, and room for
+    checksums `[n, 2]` of the n weights gathered as codes. `RuntimeError` on all ranks if one has no memory for them.
     """
-    sizes, failure = [max(part.buffer_bytes for part in parts if part) for parts in zip_longest(*plans)], None
+    sizes = [max(part.buffer_bytes for part in parts if part) for parts in zip_longest(*plans)]
+    failure = None
+    failed = torch.zeros((), device=device)  # before memory may run out: the reduction below needs it
     try:
         buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         sums = torch.zeros(sum(len(plan) == 2 for plan in plans), 2, dtype=torch.int64, device=device)
     except RuntimeError as error:
         failure = error
-    failed = torch.tensor(float(failure is not None), device=device)
+        failed.fill_(1)
     all_reduce(failed, ReduceOp.MAX, group)
     if failed:
         raise failure or RuntimeError("another rank has no memory to gather the policy in; its log says why.")

@@ -170,6 +170,10 @@ def test_a_reference_that_is_not_written_anew_is_seen(checkpoint, tmp_path, monk
         trainer.vllm_generation.delivery.verify()  # and the engine has the policy again
         # written anew it is what TRL made of it after the last step: the policy
         assert torch.equal(*(scored(trainer, batch, model) for model in (trainer.ref_model, trainer.model)))
+        # a rank whose own engine is whole raises with the one that found a difference
+        weights._reduce_max = lambda verdict: verdict[1].fill_(1)
+        with pytest.raises(RuntimeError, match="tensors of the reference on another rank .*see its log"):
+            scored(trainer, batch, trainer.ref_model)
 
 
 @pytest.mark.parametrize("from_peft_model", [False, True], ids=["new", "from_peft_model"])

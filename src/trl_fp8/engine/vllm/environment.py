@@ -1,8 +1,8 @@
-"""This process around an engine's start: what vLLM changes in it does not stay.
+"""Undoes what vLLM changes in this process when an engine starts.
 
-vLLM keeps its settings (`vllm.envs`) from the end of a start on. So an engine has them for as long as it lives, and
-the environment can be what it was before. The next engine reads it anew (`forget_choices`), and from then on
-an engine from before has its settings, too: only the last engine of a process may be used.
+Once an engine has started, vLLM caches the settings it read (`vllm.envs`). So the engine keeps them, and the
+environment can be put back. The next engine reads the environment anew (`forget_choices`), and from then on earlier
+engines have that one's settings, too: only the last engine of a process may be used.
 """
 
 import os
@@ -19,14 +19,14 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 
 
-# vLLM's compiler points the first two at the folder of its model: a trainer that compiles would write there, too. The
-# last one it sets for some models, and no engine after them in this process would be compiled
+# vLLM's compiler points the first two at the folder of its model: a trainer that compiles would write there, too. It
+# sets the last one for some models, after which no engine of this process would be compiled
 SET_BY_VLLM = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 
 @contextmanager
 def environment_kept(settings: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Inside the block the environment has `settings`; after it they, and `SET_BY_VLLM`, are what they were before."""
+    """Inside the block the environment has `settings`; after it these and `SET_BY_VLLM` are as before."""
     settings = settings or {}
     before = {name: os.environ.get(name) for name in (*SET_BY_VLLM, *settings)}
     os.environ.update(settings)
@@ -57,8 +57,8 @@ def classes_derived(recipe: FP8Recipe) -> AbstractContextManager[None]:
     """Engines that are made inside the block leave the policy's class as it is.
 
     For a model that vLLM has no class of, its transformers backend builds transformers' own, and gives that class
-    another base and constructor, so that it can be compiled. A policy of the class, which was made before, then has
-    none of what the new base expects ("'Olmo2Model' object has no attribute 'do_not_compile'"). So the backend gets a
+    another base and constructor, so that it can be compiled. An existing policy of that class then has none
+    of what the new base expects ("'Olmo2Model' object has no attribute 'do_not_compile'"). So the backend gets a
     class that is derived from transformers', whose source and modules it shares.
     """
     if not family_of(recipe.model_type).by_transformers:
@@ -69,7 +69,7 @@ def classes_derived(recipe: FP8Recipe) -> AbstractContextManager[None]:
 
 
 class _Derived:
-    """In the place of `transformers.AutoModel`, of which the backend calls nothing else."""
+    """Stands in for `transformers.AutoModel`, of which the backend calls only `from_config`."""
 
     @staticmethod
     def from_config(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

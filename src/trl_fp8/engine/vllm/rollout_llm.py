@@ -2,11 +2,11 @@
 
 TRL puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation begins
 with a sync. Between batches of an evaluation and turns of a conversation weights stay the same: there level 1 moves
-them to host memory and back. Of a trainer that computes with the engine's weights (`share_weights`) they stay where
+them to host memory and back. If a trainer computes with the engine's weights (`share_weights`), they stay where
 they are, and only the KV cache is freed.
 
-vLLM samples with global generators, which it seeds by the rank alone: on CPU and in its first model runner with
-torch's, in its second (CUDA) with a seed for each request from NumPy's. Reward functions and dropout draw from them
+vLLM samples with global generators, which it seeds by the rank alone: with torch's on CPU and in its first model
+runner; in its second (CUDA) NumPy's gives each request a seed. Reward functions and dropout draw from both,
 too, and ranks that share an engine have to draw the same tokens, or they wait for each other for ever. So each call
 starts both generators from the run's seed, the engine's rank, the step and the number of the call.
 """
@@ -36,10 +36,10 @@ def generators_seeded(*seed: int) -> Iterator[None]:
 
 
 class RolloutListener:
-    """Base of what `RolloutLLM` tells of its start and its generations. Each method does nothing by itself."""
+    """Base of parts that `RolloutLLM` tells of its start and its generations. Each method does nothing by itself."""
 
     def explain(self, error: ValueError) -> ValueError | None:
-        """Return the error that explains vLLM's refusal to start by a flag of this feature; None if unrelated."""
+        """Return an error that names this feature's flag because of which vLLM did not start; None if unrelated."""
         return None
 
     def begin(self) -> None:
@@ -52,14 +52,14 @@ class RolloutListener:
 class Weights(Enum):
     """The place of an engine's weights."""
 
-    AWAKE = "in device memory, of an engine whose weights are awake"
-    SHARED = "in device memory, of an engine that sleeps"
+    AWAKE = "in device memory, and awake"
+    SHARED = "in device memory, while the engine sleeps"
     ON_HOST = "in host memory"
     DISCARDED = "nowhere: the next generation begins with a sync"
 
 
 class RolloutLLM(LLM):
-    """`vllm.LLM` whose level-2 sleep becomes level 1 while `keep_weights` is set, and less if its weights are shared.
+    """`vllm.LLM` whose level-2 sleep becomes level 1 while `keep_weights` is set, and 0 if its weights are shared.
 
     `parts` explain why vLLM refuses to start, and are told of each generation. `seed` is the same on ranks that share
     an engine.
@@ -68,14 +68,14 @@ class RolloutLLM(LLM):
     keep_weights = False  # they will be needed again as they are
     _weights = Weights.AWAKE
     _weights_shared = False  # the trainer computes with them
-    # The run's seed, its step, and 1 if it trains: all that a resumed run has, to sample as without a break. None
-    # leaves the global generators as they are
+    # The run's seed, its step, and 1 if it trains. A resumed run has these, too, and so samples as without a break.
+    # None leaves the global generators as they are
     occasion: tuple[int, int, int] | None = None
-    _calls: Mapping[tuple[int, int, int], int] = {}  # occasion -> calls of `generate`, of the latest step
+    _calls: Mapping[tuple[int, int, int], int] = {}  # occasions of the latest step -> calls of `generate`
 
     def __init__(self, *, parts: Sequence[RolloutListener] = (), **kwargs):
         self._parts, self._seed = parts, kwargs.get("seed") or 0
-        # vLLM's default, aborting, would fail there: it refuses to reset its prefix cache beside routes
+        # To abort requests in a sleep, vLLM's default, would fail: with routes it refuses to reset its prefix cache
         self._keeps_requests = bool(kwargs.get("enable_return_routed_experts"))
         try:
             super().__init__(**kwargs)
@@ -102,9 +102,10 @@ class RolloutLLM(LLM):
         """Return the block in which the next call of the occasion samples."""
         if self.occasion is None:
             return nullcontext()
-        of_this_step = {when: calls for when, calls in self._calls.items() if when[:2] == self.occasion[:2]}
-        self._calls = of_this_step | {self.occasion: of_this_step.get(self.occasion, 0) + 1}
-        return generators_seeded(self._seed, *self.occasion, self._calls[self.occasion])
+        calls = {when: count for when, count in self._calls.items() if when[:2] == self.occasion[:2]}  # of this step
+        calls[self.occasion] = calls.get(self.occasion, 0) + 1
+        self._calls = calls
+        return generators_seeded(self._seed, *self.occasion, calls[self.occasion])
 
     def prefill(self, tokens: list[int], prompt_logprobs: int | None = None) -> RequestOutput:
         """Compute the layers for a sequence, all of it in one go. No rollout: parts are not told."""
@@ -117,7 +118,7 @@ class RolloutLLM(LLM):
         return output
 
     def log_probs(self, tokens: list[int]) -> torch.Tensor:
-        """Log-probs of a sequence's tokens but the first `[T - 1]`, as the engine computes them now."""
+        """Return log-probs `[T - 1]` of a sequence's tokens but the first, as the engine computes them now."""
         rows = self.prefill(tokens, prompt_logprobs=1).prompt_logprobs[1:]
         return torch.tensor([row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)])
 

@@ -12,7 +12,7 @@ from .forward_flags import ForwardFlags
 
 @contextmanager
 def _construct(construction: Construction) -> Iterator[None]:
-    """Release a model that follows the engine of a trainer before this one."""
+    """Release a model that still follows the engine of an earlier trainer."""
     model = construction.trainer_kwargs["model"]
     if not isinstance(model, str):
         from trl_fp8.policy.swapped import release
@@ -53,16 +53,10 @@ NORMS = {"vllm.ir.ops.rms_norm": "The same bits in every batch; on CPU its mean 
 ATTENTION = {
     "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": "Prefill and decode would run different kernels."
 }
+ROUTERS = {"torch.nn.functional.linear": "Routers call it, or what ZeRO-3 puts in its place."}
+START = {f"{INVARIANT}.init_batch_invariance": "It would slow the trainer's NCCL down."}
 
-register(
-    FOR_ONE_BLOCK,
-    _made_by(
-        "followed_experts.py", {"torch.nn.functional.linear": "Routers call it, or what ZeRO-3 puts in its place."}
-    )
-    | _made_by(
-        "engine_invariance.py", {f"{INVARIANT}.init_batch_invariance": "It would slow the trainer's NCCL down."}
-    ),
-)
+register(FOR_ONE_BLOCK, _made_by("followed_experts.py", ROUTERS) | _made_by("engine_invariance.py", START))
 register(
     FOR_GOOD,
     _made_by("one_forward.py", dict.fromkeys(ROTARY, "Attention calls it by this name; the engine rotates q and k."))

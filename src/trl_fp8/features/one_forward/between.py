@@ -1,8 +1,8 @@
 """Embeddings, norms, MLPs and rotary embeddings of a policy that follows an engine: all that is between linear layers.
 
-FP8 magnifies small differences. An activation that is off by one BF16 step (1/256) falls on the other side of an e4m3
-rounding boundary (steps of 1/8) often enough that the error after the next linear is as large as that of quantization
-itself, and each layer adds to it. So each of these modules calls the engine's module of the same name. A residual sum
+FP8 magnifies small differences. Activations that are off by one BF16 step (1/256) cross an e4m3 rounding boundary
+(steps of 1/8) so often that the error after the next linear is as large as that of quantization itself, and each layer
+adds to it. So each of these modules calls the engine's module of the same name. A residual sum
 or a product of two BF16 tensors is rounded once, which gives the same result wherever it is computed.
 """
 
@@ -36,7 +36,7 @@ class FollowedNorm:
 
 
 class FollowedMLP:
-    """Mixed into the class of an MLP `down(act(gate(x)) * up(x))`. `engine` is act(gate) * up of both in a row."""
+    """Mixed into the class of an MLP `down(act(gate(x)) * up(x))`. `engine` gives act(gate) * up of `[gate, up]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_forward.on:
@@ -68,7 +68,7 @@ class FollowedFusedMLP:
 
 
 class FollowedParallelLayer:
-    """Mixed into a decoder layer whose attention and MLP read the same tensor: the engine adds their outputs first."""
+    """Mixed into a decoder layer whose attention and MLP read one tensor: the engine adds both outputs, then x."""
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         if not self.one_forward.on:
@@ -93,7 +93,7 @@ class FollowedEmbedding:
 
 
 class FollowedScaledEmbedding(FollowedEmbedding):
-    """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 by BF16, like the engine."""
+    """Mixed into Gemma's embeddings, which scale rows by the root of their width: BF16 by BF16, like the engine."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         rows = super().forward(*args, **kwargs)
@@ -101,13 +101,13 @@ class FollowedScaledEmbedding(FollowedEmbedding):
 
 
 class FollowedRotary:
-    """Mixed into the module that makes cos and sin. `engine` maps types of layers to rotary embeddings."""
+    """Mixed into the module that makes cos and sin. `engine`: layer type or None -> rotary embedding."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
         layer_types = () if layer_type is None else (layer_type,)
         if not self.one_forward.on:
             return super().forward(x, position_ids, *layer_types)
-        # transformers reads only the device and dtype of x
+        # transformers reads only the device and dtype of x: so cos and sin are FP32
         cos, sin = super().forward(x[:0].float(), position_ids, *layer_types)
         call = RotaryCall(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
         return call, call
@@ -124,7 +124,8 @@ class RotaryCall:
 
         def value(*states: Tensor) -> tuple[Tensor, ...]:
             by_token = [state.transpose(1, 2) for state in states]  # [B, S, H, D]
-            rotated = self._engine(self._positions, *(state.flatten(0, 1).flatten(1) for state in by_token))
+            flat = (state.flatten(0, 1).flatten(1) for state in by_token)  # [B S, H D]
+            rotated = self._engine(self._positions, *flat)
             return tuple(rows.view(state.shape).transpose(1, 2) for rows, state in zip(rotated, by_token, strict=True))
 
         def own(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +135,7 @@ class RotaryCall:
 
 
 class RotaryPatch:
-    """Replaces transformers' `apply_rotary_pos_emb`, and calls a `RotaryCall` that it gets as cos and sin."""
+    """Replaces transformers' `apply_rotary_pos_emb`, but calls a `RotaryCall` that comes as cos and sin."""
 
     def __init__(self, apply: Callable):
         self._apply = apply

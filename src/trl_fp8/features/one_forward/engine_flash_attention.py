@@ -1,23 +1,23 @@
-"""FlashAttention 3 with one kernel for prefill, decode and the trainer: vLLM's backend, and a call over sequences.
+"""FlashAttention 3 with one kernel for prefill, decode and the trainer: a backend of vLLM, a call on packed sequences.
 
 FlashAttention reads the keys of a query in tiles, the last tile first. It rounds relative to the largest score so far,
-and over an FP8 cache it also rounds each tile's weights to e4m3. Tiles start at multiples of their width. The other
-queries of a block do not change a query's bits, nor do tiles that it does not see. So the output depends on the width
+and over an FP8 cache it also rounds each tile's weights to e4m3. Tiles start at multiples of their width. A query's
+bits do not depend on other queries of its block, nor on tiles that it does not see. So the output depends on the width
 and the order of tiles, and on nothing else of a batch. The names of the kernels in vLLM 0.31's wheel give the widths
 below; `hopper/` of vLLM's fork of flash-attention says when each is chosen. These arguments keep width and order:
 
     what would choose another width or order                                 what is always passed
-    at most 64 rows, queries times heads per key head: FP8, head size 128,   max_seqlen_q of 256 at least. It is a
-        96 keys instead of 192; BF16, head size 64, 192 instead of 128       bound: lengths come from cu_seqlens_q
-    a single query: no causal mask, other tiles at BF16 and head size 64     the same
+    at most 64 rows (queries x heads per key head): 96 keys instead of 192   max_seqlen_q of 256 at least. It is a
+        (FP8, head size 128), 192 instead of 128 (BF16, head size 64)        bound: lengths come from cu_seqlens_q
+    a single query: no causal mask, other tiles at BF16 and head size 64     that max_seqlen_q, too
     a sliding window no smaller than max_seqlen_k: it is dropped, and        max_seqlen_k of the engine's max_model_len
         with it narrower tiles (head size 256: 64 instead of 80 or 128)
     no page table, or pages that are whole tiles: other kernels, some wider  pages of the engine's size, here too
     few queries over many keys: keys are split, parts are added up           num_splits=1, no scheduler metadata
     a common prefix: attended to by itself (cascade)                         never
 
-So the operator that writes the engine's cache also writes the trainer's packed sequences into pages, one after
-another, and the engine's own layer rounds q. On Ada and Blackwell vLLM attends with a Triton kernel that keeps no
+So the trainer's packed sequences are written into pages, one after another, by the operator that writes the engine's
+cache, and q is rounded by the engine's own layer. On Ada and Blackwell vLLM attends with a Triton kernel that keeps no
 log-sum-exp; `engine_invariance.require_cuda_kernels` refuses them.
 
 Shape letters: N tokens of all sequences, R sequences, H query heads, G key heads, D head size, P pages of S slots.
@@ -68,7 +68,7 @@ class InvariantFlashAttention(FlashAttentionBackend):
 
 
 class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Builds metadata with the lengths of a batch, and nothing else that depends on it."""
+    """Builds metadata that depends on the lengths in a batch, and on nothing else of it."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -94,7 +94,7 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.max_model_len = get_current_vllm_config().model_config.max_model_len  # which the builder passes, too
+        self.max_model_len = get_current_vllm_config().model_config.max_model_len  # as in the builder
         unknown = {
             f"FlashAttention {self.vllm_flash_attn_version}": self.vllm_flash_attn_version != 3,
             f"{self.attn_type} attention": self.attn_type != AttentionType.DECODER,
@@ -131,8 +131,8 @@ class PackedAttention:
         if layer.kv_cache_dtype.startswith("fp8") != (scales is not None):
             raise RuntimeError(f"scales {scales} for a layer whose KV cache is {layer.kv_cache_dtype!r}.")
         pages = pages_of(starts, longest, len(query), layer.kv_cache.shape[2])
-        # Pages `[P, S, G, D]` as in the engine's cache. Zeros: what lies behind a sequence's end gets no weight, but
-        # NaN would stay NaN
+        # Pages `[P, S, G, D]` as in the engine's cache. Zeros: slots behind a sequence's end have weight 0, but
+        # 0 times NaN is NaN
         dtype = key.dtype if scales is None else torch.uint8
         caches = [key.new_zeros(pages.count, pages.slots, *key.shape[1:], dtype=dtype) for _ in "kv"]
         k_scale, v_scale = (layer._k_scale, layer._v_scale) if scales is None else scales[1:]

@@ -1,6 +1,6 @@
 """TRL's fused output head with the engine's log-probs: the engine's logits, and its sampler's log-softmax in FP32.
 
-TRL reads the head's weight, projects and folds tile by tile, and computes all of it again in the backward. Here the
+TRL projects with the head's weight, folds logits tile by tile, and does all of it again in the backward. Here the
 forward asks the engine for the logits; the backward is TRL's, with the policy's own weight.
 """
 
@@ -22,7 +22,7 @@ OPTIONAL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # in the o
 def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return a function of hidden states `[T, K]` that returns the engine's logits `[T, V]`; see `swapped.Logits`.
 
-    The engine multiplies by its own copy of `weight`.
+    `weight` and `bias` are not read: the engine multiplies by its own copy.
     """
     return lambda hidden: forward.kernels.logits(tokens_of(hidden))
 
@@ -30,7 +30,7 @@ def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> C
 def followed_head(one_forward: OneForward, compare: Callable | None = None) -> type[ChunkedLogProbFunction]:
     """Return a `ChunkedLogProbFunction` of TRL 1.16 whose forward is the engine's.
 
-    `compare(hidden, weight, bias, logit_scale, softcap, logits)` looks at the engine's logits.
+    `compare(hidden, weight, bias, logit_scale, softcap, logits)` gets the engine's logits; its result is ignored.
     """
 
     class FollowedHead(ChunkedLogProbFunction):
@@ -52,10 +52,10 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
             ]
             named = {name: torch.cat([each[name] for each in found]) for name in found[0]}
             log_z = named.pop("log_z")
-            # TRL's backward reads an entropy's slot only if entropies have a gradient
+            # `log_z` only fills the entropy's slot: TRL's backward reads it only if entropies have a gradient
             ctx.save_for_backward(hidden, weight, bias, targets, log_z, named.get("entropy", log_z))
-            # It computes the logits again, in FP32 on a CPU. In BF16 they are the engine's, rounded as the forward saw
-            # them, and only with those does the saved normalizer give probabilities that sum to 1
+            # TRL's backward recomputes the logits, in FP32 on a CPU. In BF16 they are rounded as the engine's, which
+            # the forward saw, and only with those does the saved normalizer give probabilities that sum to 1
             ctx.compute_dtype = torch.bfloat16
             ctx.chunk_size = chunk_size
             ctx.kernel_args = {

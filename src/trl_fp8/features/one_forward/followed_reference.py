@@ -1,6 +1,6 @@
 """The reference of `beta > 0` under one forward: what the engine would compute if it held the reference's weights.
 
-    its modules    those of TRL's `ref_model`, or of the policy with its adapters disabled, or replaced by TRL's copy
+    its modules    those of TRL's `ref_model`, or of the policy with adapters disabled, or with TRL's copy of them
     its weights    in the engine's form, written when they have changed, and swapped with the policy's for each pass
     its KV cache   under the scales of the policy's rollouts (kv_cache.py)
 
@@ -32,9 +32,9 @@ Parameters = Callable[[], Sequence[torch.Tensor]]
 class ReferenceWeights:
     """The reference's weights in the form in which the engine holds the policy's. The first pass allocates them.
 
-    Contents are swapped, one tensor at a time, not pointers: kernels, fused scales and CUDA graphs keep addresses.
-    Each pass proves that the engine then holds what was written. The seal of the policy proves before the next
-    generation that the engine has the policy back.
+    Swaps contents (one tensor at a time) and not pointers: kernels, fused scales and CUDA graphs keep addresses.
+    Each pass proves that the engine then holds what was written. Before the next generation the policy's
+    seal proves that the engine has the policy back.
 
     Before each pass checksums of the reference's parameters decide whether they are written again: a callback may have
     reset it, or an optimizer may have trained norms beside adapters. PyTorch's version counters would miss writes
@@ -44,11 +44,11 @@ class ReferenceWeights:
     def __init__(
         self, delivery: InPlaceDelivery, part: TensorGroup, parameters: Parameters, reduce_max: ReduceMax | None
     ):
-        """`part` is what a trainer computes with of the engine, and where the reference's weights for it come from.
+        """`part`: engine tensors that a trainer computes with, and where the reference's weights for them come from.
         `parameters` returns this rank's share of those weights.
         """
         self._delivery, self._part, self._parameters, self._reduce_max = delivery, part, parameters, reduce_max
-        self._spares: dict[str, torch.Tensor] = {}  # name -> contents of whichever model the engine does not hold now
+        self._spares: dict[str, torch.Tensor] = {}  # name -> contents of the model that is not in the engine now
         self._written: torch.Tensor | None = None  # checksums of the parameters that were written last
         self._table: Table | None = None
         self._addresses: list[tuple] | None = None  # of the parameters in `_table`
@@ -76,7 +76,7 @@ class ReferenceWeights:
             self._spares[name].copy_(copy)
 
     def _engine_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the engine's tensors without aliases. Layers that it fused can share a scale under several names."""
+        """Return each of the engine's tensors once: layers that it fused can share a scale under several names."""
         by_address = {}
         for name, tensor in self._part.layout.held.items():
             by_address[tensor.data_ptr(), tensor.shape] = name, tensor
@@ -91,25 +91,30 @@ class ReferenceWeights:
         return self._table.sums().to(next(iter(self._spares.values())).device)
 
     def _is_written(self, sums: torch.Tensor) -> bool:
-        """Return whether the parameters with these checksums are in the engine, on all ranks; writing is collective.
+        """Return whether every rank's engine holds the parameters with these checksums; if one does not, all write.
 
         Waits for the device once. `RuntimeError` if they were written and the engine holds something else.
         """
         seal, written = self._part.seal, self._written
         if seal is None or written is None or len(written) != len(sums):
             return False
-        changed = (sums != written).any().long()[None]
+        in_engine = self._part.layout.sums()
+        is_broken = in_engine != torch.tensor(seal, device=in_engine.device)
+        # Ranks agree before one of them returns or raises: its next collective would meet another one of theirs
+        verdict = torch.stack([(sums != written).any(), is_broken.any()]).long()
         if self._reduce_max is not None:
-            self._reduce_max(changed)
-        *found, is_changed = torch.cat([self._part.layout.sums(), changed]).tolist()
-        if is_changed:
+            self._reduce_max(verdict)
+        *broken_here, changed, broken = torch.cat([is_broken.long(), verdict]).tolist()
+        if changed:
             return False
-        if broken := [name for name, a, b in zip(self._part.layout.names, seal, found, strict=True) if a != b]:
+        if broken:
+            names = [name for name, differs in zip(self._part.layout.names, broken_here, strict=True) if differs]
             self._part.seal = None
+            where = f"{len(names)} tensors of the reference" if names else "tensors of the reference on another rank"
             raise RuntimeError(
-                f"beta > 0: {len(broken)} tensors of the reference have changed since they were written: "
-                f"{listed(broken, 12)}. Something wrote to their memory, so the KL penalty would be that from another "
-                "model. The next pass writes the reference again."
+                f"beta > 0: {where} have changed since they were written: {listed(names, 12) or 'see its log'}. "
+                "Something wrote to their memory, so the KL penalty would be against another model. "
+                "The next pass writes the reference again."
             )
         return True
 
@@ -117,16 +122,16 @@ class ReferenceWeights:
 class FollowedReference:
     """The reference of a trainer, which follows the engine like its policy.
 
-    It needs an engine that can be called, `policy`, which follows it, and the policy's `SharedKernelsPart`.
+    `policy` follows an engine that can be called; `in_engine` is the policy's `SharedKernelsPart`.
     """
 
     def __init__(self, trainer, policy: OneForward, in_engine):
-        self._trainer, self.forward, self._in_engine = trainer, policy, in_engine
-        self._model = trainer.ref_model and transformers_model(trainer.ref_model)
-        if trainer.ref_model is not None:
-            require_followable(trainer.ref_model, policy.recipe, policy.backward.precision)
-            hook = hook_of(trainer.ref_model)
-            self.forward = OneForward(trainer.ref_model, policy.recipe, policy.kernels, policy.backward, hook)
+        self._trainer, self._in_engine = trainer, in_engine
+        self._model, self.forward = None, policy  # without a `ref_model` the policy's own modules are scored
+        if (model := trainer.ref_model) is not None:
+            self._model = transformers_model(model)
+            require_followable(model, policy.recipe, policy.backward.precision)
+            self.forward = OneForward(model, policy.recipe, policy.kernels, policy.backward, hook_of(model))
         self.forward.switch(on=False)
 
     @cached_property

@@ -35,14 +35,14 @@ from .one_forward import OneForward, require_followable
 
 logger = get_logger(__name__)
 
-# TRL's flag without which log-probs of rollouts are not compared
+# TRL's flag; unless it is set, log-probs of rollouts are not compared
 CORRECTION = "vllm_importance_sampling_correction"
 
 
 class Following(Feature, TrainerCallback):
     """Lets the trainer's policy follow its engine, and the reference of `beta > 0` with it.
 
-    `ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have.
+    `ValueError` for flags under which no policy can follow, or for a policy with modules that the engine lacks.
     """
 
     def __init__(self, trainer):
@@ -70,7 +70,7 @@ class Following(Feature, TrainerCallback):
             raise RuntimeError(
                 f"fp8_forward={trainer.args.fp8_forward!r}: expected FP8 kernels for "
                 f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
-                "experts in the engine, found none (by the names of vLLM 0.31). Remove linear_backend and moe_backend "
+                "experts in the engine, found none (by vLLM 0.31's names). Remove linear_backend and moe_backend "
                 "from vllm_engine_kwargs, or set fp8_forward='off'."
             )
         if numerics.linears is not None and numerics.linears.scope == "tensor":
@@ -89,8 +89,8 @@ class Following(Feature, TrainerCallback):
         )
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
-        # A policy that outlives its trainer computes by itself, and keeps no engine alive. The finalizer must not
-        # keep the forward alive either, or the engine would wait for a second run of the garbage collector
+        # When the trainer is gone, its policy computes by itself and keeps no engine alive. The finalizer must not
+        # hold the forward either, or the engine would be freed only by a second run of the garbage collector
         finalizer = weakref.finalize(trainer, remove_if_alive, weakref.ref(self.forward))
         finalizer.atexit = False
         if trainer.args.beta:
@@ -114,7 +114,7 @@ class Following(Feature, TrainerCallback):
         """Send the weights to the engine if they may have changed since the last sync.
 
         That is so after an optimizer step without a sync (num_iterations > 1), and before the first sync of a run that
-        was resumed with the rollouts that it had left.
+        was resumed with rollouts left from before the break.
         """
         if self._outdated:
             self.trainer.vllm_generation.send_weights()
@@ -141,7 +141,7 @@ class Following(Feature, TrainerCallback):
         self.forward.switch(on=False)
 
     def extend_batch(self, batch: Batch) -> None:
-        """Compare the log-probs of both sides, of the first rollouts that have any. Collective until that is done."""
+        """Compare trainer and rollout log-probs of the first rollouts that have any. Collective until that is done."""
         if self._checked:
             return
         args, accelerator = self.trainer.args, self.trainer.accelerator
@@ -157,8 +157,8 @@ class Following(Feature, TrainerCallback):
         if mismatch > self._bound or broken > 0:  # broken: the trainer's log-prob is not a number
             text = (
                 "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
-                f"{mismatch:.2g}. Shared kernels leave at most {self._bound:g} (a policy of type "
-                f"{self.trainer.recipe.model_type!r}). {self._first_difference(batch)} Set fp8_forward='off' (rollout "
+                f"{mismatch:.2g}. With shared kernels it is at most {self._bound:g} for a policy of type "
+                f"{self.trainer.recipe.model_type!r}. {self._first_difference(batch)} Set fp8_forward='off' (rollout "
                 "correction works without it), or fp8_forward_check='warn' to go on."
             )
             if args.fp8_forward_check == "error":
@@ -166,8 +166,8 @@ class Following(Feature, TrainerCallback):
             logger.warning(text)
         elif math.isnan(mismatch):  # no token was scored: the next rollouts may show something
             return
-        # An adapter that the engine lacks does not show before B of an adapter has changed from zero
-        self._checked = not args.base_in_engine or self._adapters_add()
+        # While B of all adapters is zero, nothing shows whether the engine lacks one
+        self._checked = not args.base_in_engine or self._any_adapter_changed()
 
     def _warn_that_nothing_compares(self) -> None:
         args = self.trainer.args
@@ -181,7 +181,7 @@ class Following(Feature, TrainerCallback):
             f"the rollouts, so nothing shows whether both share a forward.{remedy}"
         )
 
-    def _adapters_add(self) -> bool:
+    def _any_adapter_changed(self) -> bool:
         """Return whether B of any adapter is not zero, on any rank. Collective."""
         parts = [p.detach() for name, p in self.trainer.model.named_parameters() if ".lora_B." in name]
         found = any(bool((p.to_local() if isinstance(p, DTensor) else p).any()) for p in parts)
@@ -194,7 +194,7 @@ class Following(Feature, TrainerCallback):
         with comparison.engine():
             tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
         ids = torch.tensor([tokens], device=trainer.accelerator.device)
-        # TRL's own method: in that of this trainer the other features would observe the pass, and replay routes in it
+        # TRL's own method: under this trainer's override other features would observe the pass, and replay routes
         as_cached, scoring = as_rollouts_saw(trainer.features), self.scoring(torch.ones_like(ids), 1)
         with torch.no_grad(), as_cached, scoring, comparison.policy():
             trainer.trl_class()._get_per_token_logps_and_entropies(
@@ -220,7 +220,7 @@ def remove_if_alive(forward: weakref.ref[OneForward]) -> None:
 
 
 def worst_rollout(batch: Batch) -> list[int]:
-    """Return the tokens of the rollout with the largest mismatch, but the last one: nothing was sampled after it."""
+    """Return all tokens but the last of the rollout with the largest mismatch: nothing was sampled after the last."""
     row = int(batch.ratio.values_BT.abs().sum(-1).argmax())
     tokens = []
     for part in ("prompt", "completion"):
@@ -232,17 +232,17 @@ def worst_rollout(batch: Batch) -> list[int]:
 class Comparison:
     """Finds the first linear layer whose input or output differs between the engine and a policy that follows it.
 
-    Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence. Each linear
-    layer's input and output leave one checksum per token, 8 bytes instead of a row, compared in the order in which the
-    policy computed them. A difference in an input arose after the linear layer before: in a norm, an activation
-    function, attention, a router.
+    Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence. Keeps one
+    checksum (8 bytes) per token of each linear layer's input and output, and compares them in the order in which the
+    policy computed them. If an input differs, the cause lies between the linear layer before and this one: in a norm,
+    an activation function, attention, a router.
     """
 
     def __init__(self, forward: OneForward):
         followed = [module for module in forward.modules.values() if isinstance(module, FollowedLinear)]
         self._kernels = forward.kernels
         self._linears: dict[str, FollowedLinear] = {linear.name: linear for linear in followed}
-        # (checkpoint name of a layer, "input" or "output") -> checksums `[T]`, for the engine one tensor for each call
+        # (checkpoint name of a layer, "input" or "output") -> checksums `[T]`; of the engine a list, a tensor per call
         self._engine: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
         self._policy: dict[tuple[str, str], Tensor] = {}
 
@@ -286,7 +286,7 @@ class Comparison:
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Return int64 `[T]`, a checksum of each row of `[..., N]` in BF16."""
+    """Return checksums (int64 `[T]`) of the rows `[..., N]`, one per row, as they are in BF16."""
     bits = rows.detach().to(torch.bfloat16).flatten(0, -2).contiguous().view(torch.int16)
     # Odd keys are invertible modulo 2^64, so that any one changed element changes the sum
     keys = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1
