@@ -87,10 +87,10 @@ def page() -> str:
 
 
 def full(refused: str = "", mismatch: float = 0.0, exact: bool = False, bound: float = 0.0) -> str:
-    """What came of a full FP8 forward."""
+    """Return the cell of a run with one forward."""
     if not refused:
         return f"exact ({mismatch:.1g})" if exact else f"{mismatch:.2g}"
-    if "which operations" in refused:
+    if ": only the layers of " in refused:
         return "no: its operations are not known"
     return f"no: {refused.partition(': ')[2].partition('. Set ')[0].partition(',')[0]}"
 
