@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trl_fp8.features.one_forward.followed_linear import BackwardPrecision, FollowedLinear, FusedCall, tokens_of
+from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.policy.swapped import swap
 
 from .fake_engine import FakeLinear
@@ -70,3 +71,15 @@ def gradients(model, x, dy, autocast=None):
     y.backward(dy.to(y.dtype))
     bias = model.layer.bias
     return y.detach(), x.grad, model.layer.weight.grad, None if bias is None else bias.grad
+
+
+def followed_and_plain(forward: OneForward, layer: nn.Module, x: Tensor, dy: Tensor) -> dict[bool, tuple]:
+    """Return the output of a layer with LoRA, and its gradients by x, A and B for `dy`: True -> as it follows."""
+    found = {}
+    for follows in (True, False):
+        x_leaf = x.clone().requires_grad_()
+        with forward.switched(follows):
+            y = layer(x_leaf)
+        wanted = [x_leaf, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        found[follows] = y.detach(), torch.autograd.grad(y, wanted, dy)
+    return found

@@ -100,7 +100,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # CONTRIBUTING.md, "Language": words that no docstring begins with, and identifiers that name nothing of the domain
-NO_VERB = re.compile(r"(Of|As|What|Those|Both|How|Where|Which)\b")
+NO_VERB = re.compile(r"(Of|As|What|Those|Both|How|Where|Which|Whether)\b")
 NO_NOUNS = frozenset("given held ours told asked alike said how at_once made among others kept trls".split())
 TESTS_OF_SEVERAL = {  # outside of tests/features, and yet they import a feature, which is one part of what they test
     "engine/test_arguments.py",

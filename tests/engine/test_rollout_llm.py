@@ -124,6 +124,15 @@ def test_shared_weights_never_sleep_again(made):
     assert executor.happened == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), *once, *once]
 
 
+def test_weights_that_sleep_when_they_become_shared_are_not_taken_for_kept(made):
+    llm = made(enable_return_routed_experts=True)
+    llm.sleep(level=2)
+    llm.share_weights()
+    with pytest.raises(RuntimeError, match="requires all executor memory to be resident"):
+        llm.sleep(level=2)
+    assert not llm.weights_kept
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 def test_an_engine_that_has_generated_frees_its_cache_alone(ahead, checkpoint, monkeypatch):

@@ -347,6 +347,9 @@ def test_run_configs_fit_the_gpus_in_their_names_as_their_comments_say(path, pla
     found = plan(name, "--gpus", gpus, "--gpu-memory", GIB_OFFERED[kind], given=given)
     planned = plan(name, "--gpus", gpus, "--gpu-memory", GIB[kind], given=given)
     assert found["fits"] and planned["fits"]
+    # the run config's own name for the batches of a generation, in JSON as in the text
+    assert "steps_per_generation" not in given or "gradient_accumulation_steps" not in planned["flags"]
+    assert ("steps_per_generation" in planned["flags"]) == ("steps_per_generation" in given)
     # a quarter of the batch runs at full length at once
     steps = given.get("steps_per_generation", given["gradient_accumulation_steps"])
     sequences = given["per_device_train_batch_size"] * steps

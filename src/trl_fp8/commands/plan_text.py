@@ -53,10 +53,12 @@ def recommended_flags(capacity: Capacity) -> dict[str, object]:
         flags["lora_dropout"] = 0.0  # TRL's is 0.05, and an engine has none
     step = setup.gpus * args.per_device_train_batch_size  # sequences
     whole = args.num_generations // gcd(args.num_generations, step)  # steps after which all groups are whole
+    # Both say how many batches a generation has; a run config may set one of them alone
+    accumulation = "steps_per_generation" if "steps_per_generation" in run_config else "gradient_accumulation_steps"
     flags |= {
         "vllm_gpu_memory_utilization": capacity.utilization,
         "per_device_train_batch_size": args.per_device_train_batch_size,
-        "gradient_accumulation_steps": ceil(setup.completions / (step * whole)) * whole,
+        accumulation: ceil(setup.completions / (step * whole)) * whole,
         "max_completion_length": args.max_completion_length,
         "vllm_max_model_length": setup.tokens,
     }
@@ -212,7 +214,5 @@ def _words(capacity: Capacity) -> str:
     flags = recommended_flags(capacity)
     run_config = capacity.setup.run_config
     if run_config is not None:
-        if "steps_per_generation" in run_config:
-            flags["steps_per_generation"] = flags.pop("gradient_accumulation_steps")
         flags = {name: value for name, value in flags.items() if run_config.get(name) != value}
     return " ".join(f"--{name} {value}" for name, value in flags.items())

@@ -14,6 +14,7 @@ from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout
+from .shards import local_part
 
 
 def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
@@ -102,7 +103,7 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     replaces a tensor by its maximum over ranks: all of them raise, or none, as one that went on alone would hang.
     """
     both = [*model.named_parameters(), *persistent_buffers(model)]
-    named = [(name, local_shard(tensor)) for name, tensor in both if tensor.is_floating_point()]
+    named = [(name, local_part(tensor)) for name, tensor in both if tensor.is_floating_point()]
     # A norm would need 15 times as long on CPU. Extremes are rounded to BF16, whose range is smaller than FP32's
     extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for _, t in named]
     bad = (~torch.isfinite(torch.stack([pair.bfloat16() for pair in extremes]))).any(1).float()
@@ -120,9 +121,3 @@ def not_finite(names: list[str], total: int, consequence: str) -> str:
         f"{listed(names, 8)}. {consequence} Look at the last optimizer step (learning_rate, max_grad_norm, loss), and "
         "resume from the last good checkpoint."
     )
-
-
-def local_shard(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a parameter. ZeRO-3 (DeepSpeed 0.19) keeps it beside an empty tensor."""
-    tensor = getattr(parameter, "ds_tensor", parameter).detach()
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

@@ -96,10 +96,12 @@ class Sharded(NamedTuple):
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a parameter, however FSDP2 or ZeRO-3 deals it; all of it if it is not dealt."""
-    if isinstance(parameter, DTensor):
-        return parameter.detach().to_local()
-    return getattr(parameter, "ds_tensor", parameter).detach()
+    """Return what this rank has of a parameter, however FSDP2 or ZeRO-3 deals it; all of it if it is not dealt.
+
+    ZeRO-3 (DeepSpeed 0.19) keeps it beside an empty tensor.
+    """
+    part = getattr(parameter, "ds_tensor", parameter).detach()
+    return part.to_local() if isinstance(part, DTensor) else part
 
 
 class GatherFailed(RuntimeError):

@@ -72,7 +72,7 @@ def require_versions() -> None:
                 if not requirement.specifier.contains(found, prereleases=True):
                     wrong.append((requirement, found))
     if wrong:
-        found = ", ".join(f"{requirement.name} {version}" for requirement, version in wrong)
+        found = ", ".join(f"{requirement.name} {installed}" for requirement, installed in wrong)
         wanted = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
         raise ImportError(
             f"trl-fp8 uses private names of other libraries, which change from version to version, and does not know "

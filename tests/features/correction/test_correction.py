@@ -366,6 +366,11 @@ def test_bypass_makes_the_rollout_the_old_policy(scored):
         ({"rollout_correction": '{"levels": 1}'}, ["['levels']", "batch_normalize"]),
         ({"rollout_correction": '{"bound_max": 0.5}'}, ["bound_max=0.5", "at least 1"]),
         ({"rollout_correction": '{"reject": ["geometric_ratio"]}'}, ["'geometric_ratio' is not a rejection rule"]),
+        (
+            {"rollout_correction": '{"reject": "token_veto:1e-4:"}'},
+            ["reject='token_veto:1e-4:' is not a list"],
+        ),
+        ({"rollout_correction": '{"reject": null}'}, ["reject=None is not a list of rules"]),
         *(
             (
                 {"rollout_correction": "nemo_icepop", f"vllm_importance_sampling_{name}": value},

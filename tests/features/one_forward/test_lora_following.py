@@ -6,6 +6,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
 from transformers import AutoModelForCausalLM
 
+from testing.linears import followed_and_plain
 from testing.quantization_counter import QuantizationCounter
 from testing.runs import arguments, column, training
 from trl_fp8.features.one_forward.followed_linear import FollowedLinear
@@ -57,13 +58,7 @@ def test_adapters_get_the_gradients_that_peft_computes(checkpoint, tmp_path):
         assert len(layers) == 2 * len(TARGETS)
         for name, layer in layers.items():
             x, dy = (torch.randn(3, 7, n).bfloat16().float() for n in (layer.in_features, layer.out_features))
-            found = {}
-            for on in (True, False):
-                x_leaf = x.clone().requires_grad_()
-                with forward.switched(on):
-                    y = layer(x_leaf)
-                wanted = [x_leaf, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-                found[on] = y.detach(), torch.autograd.grad(y, wanted, dy)
+            found = followed_and_plain(forward, layer, x, dy)
             value, plain = found[True][0], found[False][0]
             assert torch.equal(value, layer.base_layer.value(x)), name
             assert 0.01 < (value - plain).norm() / plain.norm() < 0.1, name  # e4m3, twice

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import create_model_from_path
 
 from testing import tiny_models
+from testing.linears import followed_and_plain
 from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.features.one_forward.following import Following
@@ -208,13 +209,7 @@ def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(chec
             if not isinstance(layer, LoraLayer):
                 continue
             x, dy = (torch.randn(3, 7, n).bfloat16().float() for n in (layer.in_features, layer.out_features))
-            found = {}
-            for on in (True, False):
-                x_leaf = x.clone().requires_grad_()
-                with forward.switched(on):
-                    y = layer(x_leaf)
-                wanted = [x_leaf, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
-                found[on] = y.detach(), torch.autograd.grad(y, wanted, dy)
+            found = followed_and_plain(forward, layer, x, dy)
             (value, ours), (plain, theirs) = found[True], found[False]
             assert 0.005 < (value - plain).norm() / plain.norm() < 0.1, name  # activations in e4m3
             assert all(torch.equal(a, b) and b.any() for a, b in zip(ours[1:], theirs[1:], strict=True)), name

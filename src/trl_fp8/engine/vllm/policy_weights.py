@@ -34,7 +34,7 @@ class PolicyWeights:
         self.dealt = self._dist.is_zero3 or self._dist.is_fsdp  # over ranks
 
     def one_by_one(self, model: nn.Module) -> bool:
-        """Whether what `sent`, or `reference` of a model, yields lasts only until the next tensor is asked for."""
+        """Return whether a tensor of `sent`, or of `reference`, lasts only until the next one is asked for."""
         return self.dealt or is_peft_model(model)
 
     def sent(self) -> AbstractContextManager[Iterator[SentTensor]]:

@@ -135,11 +135,10 @@ class RolloutLLM(LLM):
         if self._keeps_requests:
             kwargs.setdefault("mode", "keep")
         if self._weights_shared:
-            if self._weights is Weights.AWAKE:  # one that slept already still has to bring its weights back
-                self._weights = Weights.SHARED
             upstream.finish(self)
             super().sleep(level=0, **kwargs)
-            self.release_kv_cache_memory()
+            self.release_kv_cache_memory()  # vLLM raises if weights still sleep
+            self._weights = Weights.SHARED
             return
         if self.keep_weights:
             level = 1

@@ -97,17 +97,17 @@ class RolloutCorrection:
 
     @property
     def fits_vespo(self) -> bool:
-        """Whether VESPO can use the weights: it reads sum_t log(weight_t) as the log of the sequence's ratio."""
+        """Return whether VESPO can use the weights: it reads sum_t log(weight_t) as a sequence's log-ratio."""
         return self.level != "sequence"  # which counts that ratio T times; "geometric" gives it again
 
     @property
     def needs_all_reduce(self) -> bool:
-        """Whether weights or mask depend on other ranks' tokens."""
+        """Return whether weights or mask depend on other ranks' tokens."""
         return self.batch_normalize or self.measures_centre
 
     @property
     def measures_centre(self) -> bool:
-        """Whether a rejection band follows the KL measured in the run."""
+        """Return whether a rejection band follows the KL measured in the run."""
         return any(rule.centre == "measured" for rule in self.reject)
 
 

@@ -5,7 +5,7 @@ A preset says what its source does, including the choice of denominator; it is n
 `docs/rollout_correction.md` has the arithmetic, and `fp8_geometric_token_tis` is the version for FP8.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 from typing import NamedTuple
@@ -60,5 +60,8 @@ def correction_from(value: str | Mapping[str, object]) -> RolloutCorrection:
     known = {field.name for field in fields(RolloutCorrection)}
     if unknown := sorted(set(value) - known):
         raise ValueError(f"{unknown} are not fields of a correction; the fields are {', '.join(sorted(known))}.")
-    rules = tuple(Rejection.parse(rule) if isinstance(rule, str) else rule for rule in value.get("reject", ()))
+    rules = value.get("reject", ())
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise ValueError(f"reject={rules!r} is not a list of rules: write reject: ['token_veto:1e-4:'].")
+    rules = tuple(Rejection.parse(rule) if isinstance(rule, str) else rule for rule in rules)
     return RolloutCorrection(**{**value, "reject": rules})

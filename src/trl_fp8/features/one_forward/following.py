@@ -17,7 +17,6 @@ from functools import partial
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from trl_fp8.engine.kernels import EngineKernels
@@ -26,6 +25,7 @@ from trl_fp8.policy.hook import hook_of
 from trl_fp8.policy.swapped import Logits, release, scored_by
 from trl_fp8.run.batch import Batch, Rollouts, quotient
 from trl_fp8.run.feature import Feature, as_rollouts_saw
+from trl_fp8.sync.shards import local_part
 
 from .followed_head import engine_logits, followed_head
 from .followed_linear import BackwardPrecision, FollowedLinear, require_backend
@@ -183,8 +183,8 @@ class Following(Feature, TrainerCallback):
 
     def _any_adapter_changed(self) -> bool:
         """Return whether B of any adapter is not zero, on any rank. Collective."""
-        parts = [p.detach() for name, p in self.trainer.model.named_parameters() if ".lora_B." in name]
-        found = any(bool((p.to_local() if isinstance(p, DTensor) else p).any()) for p in parts)
+        parameters = self.trainer.model.named_parameters()
+        found = any(bool(local_part(parameter).any()) for name, parameter in parameters if ".lora_B." in name)
         accelerator = self.trainer.accelerator
         return bool(accelerator.reduce(torch.tensor(float(found), device=accelerator.device)) > 0)
 
