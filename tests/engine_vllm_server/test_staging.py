@@ -1,0 +1,95 @@
+"""Tensors in a file that a trainer writes and a server's workers read."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from trl_fp8.engine.vllm_server.staging import StagingFile, opened, remove_abandoned
+
+
+TENSORS = {
+    "codes": ("float8_e4m3fn", [3, 5]),
+    "scale": ("float32", []),
+    "norm": ("bfloat16", [7]),
+    "nothing": ("bfloat16", [0, 4]),
+}
+
+
+@pytest.fixture
+def staged(tmp_path):
+    file = StagingFile(str(tmp_path), TENSORS)
+    file.tensors["codes"].copy_(torch.arange(15.0).view(3, 5))
+    file.tensors["scale"].fill_(0.5)
+    file.tensors["norm"].copy_(torch.arange(7))
+    yield file
+    file.remove()
+
+
+def test_a_reader_sees_what_was_written_last(staged):
+    read = opened(staged.path, staged.table)
+    assert list(read) == list(TENSORS)
+    for name, tensor in staged.tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name].float(), tensor.float())
+    staged.tensors["scale"].fill_(0.25)
+    assert read["scale"] == 0.25
+
+
+def test_a_removed_file_stays_readable_for_those_who_opened_it(staged):
+    read = opened(staged.path, staged.table)
+    staged.remove()
+    assert read["scale"] == 0.5
+    with pytest.raises(ValueError, match="cannot be opened"):
+        opened(staged.path, staged.table)
+
+
+def test_only_the_user_may_read_the_file(staged):
+    assert os.stat(staged.path).st_mode & 0o777 == 0o600
+
+
+def test_a_truncated_file_is_an_error_and_no_signal(staged):
+    read = opened(staged.path, staged.table)
+    os.truncate(staged.path, 4)
+    with pytest.raises(ValueError, match="truncated"):
+        read["norm"]
+    with pytest.raises(ValueError, match="beyond them"):
+        opened(staged.path, staged.table)
+
+
+@pytest.mark.parametrize("place", [["float32", [1 << 40], 0], ["float32", [1], -64], ["float32", [-1], 0]], ids=str)
+def test_a_table_that_exceeds_the_file_is_refused(staged, place):
+    with pytest.raises(ValueError, match="its table puts x"):
+        opened(staged.path, {"x": place})
+
+
+def test_an_unknown_dtype_is_refused(staged):
+    with pytest.raises(ValueError, match="unknown dtype 'nn'"):
+        opened(staged.path, {"x": ["nn", [1], 0]})
+
+
+def test_links_and_folders_are_refused(staged, tmp_path):
+    os.symlink(staged.path, tmp_path / "link")
+    for path in (tmp_path / "link", tmp_path):
+        with pytest.raises(ValueError, match="cannot be opened|not a regular file"):
+            opened(str(path), staged.table)
+
+
+def test_a_folder_without_room_is_an_error_that_leaves_no_file(tmp_path):
+    with pytest.raises(OSError):
+        StagingFile(str(tmp_path), {"x": ("float32", [1 << 50])})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_dead_trainers_are_removed_and_those_of_living_ones_stay(staged, tmp_path):
+    code = (
+        "import os, signal, sys; from trl_fp8.engine.vllm_server.staging import StagingFile;"
+        "StagingFile(sys.argv[1], {'x': ('float32', [1])}); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
+    assert done.returncode == -signal.SIGKILL
+    [dead] = {str(path) for path in tmp_path.iterdir()} - {staged.path}
+    assert remove_abandoned(str(tmp_path)) == [dead]
+    assert [str(path) for path in tmp_path.iterdir()] == [staged.path]
