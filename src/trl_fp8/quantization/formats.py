@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 
 E4M3_MAX = 448.0  # largest value of e4m3 (`torch.float8_e4m3fn`), which has no infinity
 BLOCK = 128  # side of a weight's block, and length of an activation's group
-# Kernels multiply the scales of weight and activation, and some make NaN of very small ones (flashinfer#2595: blocks
-# of dead experts). A block whose amax is below this is lost in any sum with another
+# Kernels multiply the scales of weight and activation, and some return NaN if these are tiny (flashinfer#2595: blocks
+# of dead experts). A block whose amax is below this floor is lost in any sum with another block
 WEIGHT_AMAX_FLOOR = 1e-12
-# Where vLLM's activation kernels floor amax (csrc/quantization/w8a8/fp8/per_token_group_quant.cu): below any that
-# matters, only to keep an all-zero group from dividing by zero
+# Floor of amax in vLLM's activation kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu). It only keeps an
+# all-zero group from dividing by zero: no amax that matters is as small
 ACTIVATION_AMAX_FLOOR = 1e-10
-# Where the scale, and not amax, is floored, at 1 / (448 * 512): by vLLM's torch path (QuantFP8.forward_native) and by
-# its kernel that fuses an activation function with the quantization (silu_and_mul_per_block_quant)
+# Some kernels floor the scale instead, at 1 / (448 * 512), which is this amax: vLLM's torch path
+# (QuantFP8.forward_native) and its kernel of activation function and quantization (silu_and_mul_per_block_quant)
 FLOORED_SCALE_AMAX = 1 / 512
 # Checksums (codec/digest.py) multiply word (r, c) by 2 (r + c COLUMN_STEP) + 1: any large odd number that fits into
 # int64
@@ -53,10 +53,10 @@ class FormatSpec:
     weight_block: tuple[int, int] | None  # rows and columns that share a scale; None: the whole weight
     activation_group: int | None  # elements of a token that share a scale; None: all of them
     weight_amax_floor: float  # smallest amax that a weight's scale is made from
-    scale_suffix: str  # appended to a weight's name, in checkpoints and in vLLM, gives its scale's
+    scale_suffix: str  # a scale's name is its weight's plus this, in checkpoints and in vLLM
     alignment: int  # both sides of each weight's shard are multiples of it
     requirement: str  # the same in words, after "shards that"
-    kernels: tuple[str, ...]  # vLLM's that read weight and scales anew in each call and compute each row by itself
+    kernels: tuple[str, ...]  # vLLM's; they read weight and scales anew in each call, and compute each row by itself
     readers: str  # who loads a checkpoint, for its model card
     linear_backend: str | None = None  # vLLM's on CUDA; None: the fastest on the GPU (engine/vllm/gemms.py)
     gemm_backends: tuple[str, ...] = ("fake_quant",)  # values of fp8_gemm_backend that compute with the format
@@ -91,7 +91,7 @@ class FormatSpec:
         return prod(shape) + 4 * prod(self.scale_shape(shape))
 
 
-# DeepSeek-V3's
+# The format of DeepSeek-V3
 BLOCKS = FormatSpec(
     name="blocks",
     description="e4m3 in 128x128 blocks",
@@ -115,10 +115,9 @@ BLOCKS = FormatSpec(
     gemm_backends=("fake_quant", "scaled_mm"),
 )
 # vLLM's `fp8` without blocks. It holds q, k, v in one parameter with one scale, and gate, up in another. What it loads
-# with several scales it dequantizes to FP16 and quantizes again with the largest. Here such weights share a scale from
-# the start, the largest, and no scale is below FP16's smallest normal number: then both of vLLM's roundings give back
-# what they were given, and an engine that loads a checkpoint holds the bytes that a sync writes
-# (tests/quantization/test_tensor_format.py)
+# with several scales it dequantizes to FP16 and quantizes again with the largest. Here such weights share the largest
+# scale from the start, and no scale is below FP16's smallest normal number. Then neither of vLLM's roundings changes
+# a number, and an engine that loads a checkpoint holds the bytes of a sync (tests/quantization/test_tensor_format.py)
 TENSOR = FormatSpec(
     name="tensor",
     description="e4m3 per tensor",

@@ -2,12 +2,11 @@
 
     sent:    a checksum of each tensor's part on this rank, made while it was computed (writer.py)
     held:    the same checksum of the engine's parameter, read back
-    verdict: one transfer of both to the host. Each tensor is named that differs, is missing, was never sent, or is not
+    verdict: one transfer of both to the host. It names tensors that differ, are missing, were never sent, or are not
              the same on all ranks, which would train on rollouts of different policies
     seal:    the same checksums of the engine, taken again before anything is sampled
 
-What is written and what is read back are found by the same `Layout`. So the audit cannot see that a layout is wrong:
-its names and shapes are compared with the policy's at the start, and tests compare it with vLLM's own loader.
+Writing and reading back use the same `Layout`, so the audit cannot see that a layout is wrong: its names and shapes are compared with the policy's at the start, and tests compare it with vLLM's own loader.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +30,7 @@ class Replicas:
     rank: int  # of this process
     tensor_parallel_size: int  # number of consecutive ranks that share one engine
     reduce_max: ReduceMax  # over all ranks
-    reduce_max_of_engine: ReduceMax | None = None  # over those that share this one's engine; None: it has its own
+    reduce_max_of_engine: ReduceMax | None = None  # over ranks that share its engine; None: no other does
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
         """Return largest and smallest of each of the int64 `values` `[n]` over the replicas, `[2, n]`. Collective."""
@@ -61,7 +60,7 @@ def audit(
     With `replicas` it is a collective. It then also compares over ranks the checksums of what is `carried` beside the
     weights, and whether all of that has arrived. Every rank lists all names.
     """
-    # 1. Of each tensor what is held and what was sent, one int64 each, on the device; likewise of what is carried
+    # 1. For each tensor the checksums held and sent, int64 on the device; likewise for what is carried
     names, sent = layout.names, written.sums
     in_engine = layout.sums()
     nothing = torch.zeros((), dtype=torch.int64, device=in_engine.device)

@@ -1,6 +1,6 @@
 """Places of checkpoint tensors in an engine: rows and columns of a parameter, on this rank.
 
-An engine describes itself as a `Layout`; a sync cuts the same piece out of what is sent and of what is held.
+An engine describes itself as a `Layout`; a sync cuts the same piece out of the tensor sent and of the parameter.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,10 +19,10 @@ class Span:
 
     start: int
     size: int
-    whole: int | None = None  # how many the dim has to have; None: any number
+    whole: int | None = None  # required size of the dim; None: any
 
     def blocks(self, block: int) -> "Span":
-        """Return the span of the scales, one for each block of so many elements."""
+        """Return the span of the scales, one for each `block` elements."""
         return Span(self.start // block, -(-self.size // block), self.whole and -(-self.whole // block))
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Joined:
-    """Spans in the parts of one dim that stand one after another, as q, k and v do in one checkpoint tensor."""
+    """Spans in consecutive parts of one dim, such as q, k and v in one checkpoint tensor."""
 
     parts: tuple[Span, ...]
 
@@ -60,10 +60,10 @@ class Piece:
     module: nn.Module
     attribute: str  # of `module`: the engine parameter
     dtype: torch.dtype  # of the engine parameter
-    # For each dim, what of the checkpoint tensor this rank holds; None: all
+    # For each dim, this rank's span of the checkpoint tensor; None: all
     sent: tuple[Span | Joined | None, ...] = ()
-    in_engine: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
-    # (dim, count): this dim has so many equal parts, such as gate and up, and counts as two dims in the two above
+    in_engine: tuple[Span | None, ...] = ()  # for each dim, its span in the engine parameter; None: all
+    # (dim, count): this dim has `count` equal parts, such as gate and up; `sent` and `in_engine` see two dims
     equal: tuple[int, int] | None = None
     transposed: bool = False  # the engine parameter is `[..., K, N]` where what is sent is `[..., N, K]`
     sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
@@ -72,12 +72,12 @@ class Piece:
 
     @property
     def is_copied(self) -> bool:
-        """Return whether `of_sent` copies, because no view is this rank's part alone."""
+        """Return whether `of_sent` copies, because this rank's part is not one view."""
         return any(isinstance(span, Joined) and span.size != span.whole for span in self.sent)
 
     @property
     def parameter(self) -> torch.Tensor:
-        """Look up the engine parameter anew: a sync writes to, and is compared with, what the engine reads."""
+        """Return the engine parameter, looked up anew: syncs and audits need the one that the engine reads now."""
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,10 +145,10 @@ class Layout:
         return [name for name, a, b in zip(self.names, seal, self.sums().tolist(), strict=True) if a != b]
 
     def _look(self) -> None:
-        """Make views, and the table of their addresses, anew if a parameter is not where it was.
+        """Rebuild the views, and the table of their addresses, if a parameter has moved.
 
-        A view of a parameter that was replaced would still hold what was sent, and prove nothing. Asking for addresses
-        costs far less than cutting hundreds of pieces.
+        A view of a replaced parameter would still hold what was sent, and prove nothing. Comparing addresses costs far
+        less than cutting hundreds of pieces.
         """
         parameters = [piece.parameter for piece in self.pieces.values()]
         places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in parameters]

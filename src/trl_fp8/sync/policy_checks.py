@@ -18,7 +18,7 @@ from .shards import local_part
 
 
 def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
-    """Raise `ValueError` for a policy that no engine can follow: found out without starting one."""
+    """Raise `ValueError` for a policy that no engine can follow, without starting one."""
     for config in model.peft_config.values() if is_peft_model(model) else ():
         if config.is_prompt_learning or config.is_adaption_prompt:
             raise ValueError(
@@ -33,7 +33,7 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
             "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
             "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
         )
-    stored = type(model.config).from_pretrained(model.name_or_path)  # vLLM's class is made by it
+    stored = type(model.config).from_pretrained(model.name_or_path)  # vLLM builds its model from it
     tokens, tokens_stored = (config.get_text_config().vocab_size for config in (model.config, stored))
     if tokens != tokens_stored:
         raise ValueError(
@@ -100,7 +100,7 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     """Raise `ValueError` naming parameters and persistent buffers that are not finite in the engine's BF16.
 
     Reads every parameter (under FSDP2 and ZeRO-3 this rank's shard) once and waits for the device once. `reduce_max`
-    replaces a tensor by its maximum over ranks: all of them raise, or none, as one that went on alone would hang.
+    replaces a tensor by its maximum over ranks: all of them raise, or none: one that went on alone would hang.
     """
     both = [*model.named_parameters(), *persistent_buffers(model)]
     named = [(name, local_part(tensor)) for name, tensor in both if tensor.is_floating_point()]

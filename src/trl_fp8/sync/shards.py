@@ -5,9 +5,9 @@
     any other, shards in order            each rank rounds its part as the engine does (BF16); those are gathered
     other shards                          `full_tensor`, in the policy's dtype
 
-Shapes, layout and the number of ranks decide which of these a parameter takes, so that all ranks decide alike. A rank
-on which something fails goes on gathering, even if its data are wrong, so that no other rank waits for it, and raises
-at the end. Only inside another library's gather it cannot go on: what fails there is a `GatherFailed`.
+Shapes, layout and the number of ranks decide which of these a parameter takes: all ranks decide the same. A rank on
+which something fails goes on gathering, even with wrong data, so that no other rank waits for it, and raises at the
+end. Inside another library's gather it cannot go on: a failure there is a `GatherFailed`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -78,7 +78,7 @@ class Sharded(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "Sharded | None":
-        """Return this rank's part; None if the parameter is whole or sharded in another way (HSDP, TP, on a disk)."""
+        """Return this rank's part; None if the parameter is whole or sharded in another way (HSDP, TP, on disk)."""
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             in_order = mesh.ndim == 1 and parameter.placements == (Shard(0),)
@@ -96,7 +96,7 @@ class Sharded(NamedTuple):
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a parameter, however FSDP2 or ZeRO-3 deals it; all of it if it is not dealt.
+    """Return this rank's part of a parameter that FSDP2 or ZeRO-3 shards; all of it if it is not sharded.
 
     ZeRO-3 (DeepSpeed 0.19) keeps it beside an empty tensor.
     """
@@ -138,16 +138,16 @@ def gathered(
         GatherFailed: A gather that PyTorch makes failed on this rank.
         Exception: Whatever else failed on this rank. Raised after everything was gathered.
     """
-    # 1. What is gathered here, and to where. Parameters of any group but the first one's are left to PyTorch
+    # 1. What is gathered here, and where to. Parameters of another group than the first one's are left to PyTorch
     dealt = {name: part for name, parameter in parameters if (part := Sharded.of(parameter)) is not None}
     group = next((part.group for part in dealt.values()), None)
     found = {name: part for name, part in dealt.items() if part.group == group}
     plans = {name: _plan(name, part, recipe, layout) for name, part in found.items()}
-    # 2. Memory for the largest of them, once for all: each parameter is used up before the next one is gathered
+    # 2. Buffers for the largest of them, which all share: each is consumed before the next one is gathered
     buffers, all_sums = _room(list(plans.values()), device, group) if plans else ([], None)
     sums_left = iter(all_sums) if plans else None
     failure = None
-    # 3. One parameter after the other. What fails here is kept for the end: other ranks are in the same gathers
+    # 3. One parameter after the other. Errors are raised at the end: the other ranks are in the same gathers
     for name, parameter in parameters:
         if name not in plans:
             with gathering():
@@ -227,7 +227,7 @@ def _write_own(
     if sums is None:
         mine[0].copy_(local)
         return None
-    # Counted in rows of the last dim: an expert of `[E, N, K]` is N of them
+    # Rows of all dims but the last: an expert of `[E, N, K]` is N of them
     before = tuple(one.rows.of(rank).start * one.row[:-1].numel() for one in plan)
     own = Destination(local, *mine, rows_before=before)
     options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor

@@ -53,10 +53,10 @@ def weight_stream(
     kv_scales: KVScales | None = None,
     buffers: Iterable[NamedTensor] = (),
 ) -> Iterator[NamedTensor]:
-    """Yield `(name in a checkpoint, tensor)` of a policy's `(checkpoint name, full tensor)`.
+    """Yield `(name in a checkpoint, tensor)` for a policy's `(checkpoint name, full tensor)`.
 
-    A parameter that is BF16 already is the policy's own: the consumer copies it before it asks for the next. Copies of
-    one parameter are alive at a time, or of the two or three that share a scale.
+    A parameter that is BF16 already is not copied: the consumer copies it before it asks for the next. One parameter
+    is copied at a time, or the two or three that share a scale.
     """
     for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
         rounded = [

@@ -7,7 +7,7 @@
     derived        computed anew from what was written, as the engine's kernels compute it
 
 The writer keeps a checksum of everything that it computes; the audit compares it with what the engine holds. Writing
-waits for no device and copies no weight on the way, except a tensor parallel rank's part of a fused q, k and v. vLLM's
+does not synchronize, and copies no weight on the way but a tensor parallel rank's part of a fused q, k and v. vLLM's
 own loader is not used: it would gather the shards of a fused layer, copy them and process the layer again.
 """
 
@@ -27,19 +27,19 @@ from .shards import WrittenCodes
 from .weight_stream import NamedTensor, by_scale
 
 
-# (checkpoint name, full tensor), of an FP8 weight also a `Float8Tensor`; `WrittenCodes`: the engine holds it already
+# (checkpoint name, full tensor). An FP8 weight may be a `Float8Tensor`, or `WrittenCodes` if the engine holds it
 SentTensor = tuple[str, torch.Tensor | WrittenCodes]
-SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # the quantization error is measured of so many weights, and rows of each
+SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # weights, and rows of each, whose quantization error is measured
 
 
 class Writer:
     """One write of a policy, or of the part of it that is in `layout`."""
 
     def __init__(self, layout: Layout, recipe: FP8Recipe, *, one_by_one: bool = False):
-        """Start a write. With `one_by_one` each tensor is written before the next one is asked for.
+        """Start a write. With `one_by_one` each tensor is written before the source is asked for the next one.
 
-        A source needs that if it changes the tensor then: it unmerges an adapter, or gathers the next parameter into
-        the same memory.
+        A source needs that if it then changes the tensor: unmerges an adapter, or gathers the next parameter into the
+        same memory.
         """
         self._layout, self._pieces, self._held = layout, layout.pieces, layout.held
         self._recipe = recipe
@@ -82,7 +82,7 @@ class Writer:
         for name, buffer in buffers:
             self._copy(self._recipe.engine_name(name), buffer)
         self._flush()
-        # 3. What is derived from what is written now. One at a time: together they are as large as many weights
+        # 3. Tensors derived from what was just written, one at a time: together they are as large as many weights
         for piece in self._layout.derived:
             self._copy(piece.name, piece.derived())
             self._flush()
@@ -122,8 +122,8 @@ class Writer:
         return self._recipe.engine_name(name), self._recipe.scale_name(name)
 
     def _quantize(self, weights: dict[str, torch.Tensor]) -> None:
-        """Note FP8 weights to be written, all of those that share a scale."""
-        # The amax is that of whole weights and not of this rank's part: all ranks have to make the same scale
+        """Note the FP8 weights of one scale, to be written."""
+        # The amax of whole weights, not of this rank's part: all ranks have to compute the same scale
         amax = common_amax(list(weights.values()), self._recipe.format)
         for name, weight in weights.items():
             codes_name, scale_name = self._names(name)
@@ -132,7 +132,7 @@ class Writer:
                 continue
             part, scale = self._pieces[codes_name].of_sent(weight), as_blocks(self._held[scale_name])
             self._weights.append((name, Destination(part, self._held[codes_name], scale, amax)))
-            if self._pieces[codes_name].is_copied:  # frees the copy now, and not when all others are noted
+            if self._pieces[codes_name].is_copied:  # frees the copy now, not after all others are noted
                 self._flush()
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
@@ -158,8 +158,8 @@ class Writer:
             names, tensors = zip(*self._copies, strict=True)
             # One launch for all, which rounds to the engine's dtype as it copies
             torch._foreach_copy_([self._held[name] for name in names], list(tensors))
-            # Checksums are of what was sent, cast once more here. Checksums of what was written would be right after a
-            # write that went wrong
+            # Checksums of the tensors sent, cast once more here. Checksums of what was written would match even if the
+            # write went wrong
             sums, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
             self.sums |= zip(names, sums.unbind(), strict=True)
             self.finite |= zip(names, finite.unbind(), strict=True)

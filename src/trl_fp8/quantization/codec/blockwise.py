@@ -9,7 +9,7 @@ ragged shapes, has no power-of-two scales, and needs 8.5 times the weight in tem
 fp32 scales it gives the same bytes for `w.float()` and `hp_value_lb=1e-12`: tests/quantization/test_blockwise.py.
 
 On a GPU with e4m3 instructions 128x128 blocks and groups of 128 are quantized by kernels/block_kernels.py, which read
-a tensor once. Hosts without a GPU may have no Triton, so that the kernels are imported where they are called.
+a tensor once. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
 
 Shape letters: N out-features, K in-features, `...` any leading dims (experts), n x k blocks.
 """
@@ -33,7 +33,7 @@ from .digest import digest, digests, same_kinds
 from .e4m3 import E4M3, casts_in_hardware, saturating_cast_, scale_from_amax
 
 
-_TOGETHER = 2**19  # elements that are quantized at once on CPU, where each needs 11 bytes for the time
+_TOGETHER = 2**19  # elements quantized at once on CPU, where each takes 11 bytes meanwhile
 
 
 def quantize_weight(
@@ -52,14 +52,14 @@ def quantize_weight(
         weight: `[..., N, K]` in BF16, FP16 or FP32; blocks that N or K do not fill count as padded with zeros.
         scale_format: `"pow2"` or `"fp32"`; see `trl_fp8.quantization.codec.e4m3`.
         block: Rows and columns that share a scale.
-        amax_floor: Smallest amax that a block is given.
-        amax: Largest magnitude of every block, 0-d. None: of each block, what it holds.
+        amax_floor: Lower bound of a block's amax.
+        amax: One amax for all blocks, 0-d. None: each block has its own.
         name: What to call the weight in an error.
         check_finite: Raise if the weight holds NaN or infinities. On CUDA this waits for the device.
 
     Returns:
-        A `Float8Tensor` with `qdata` `[..., N, K]` and fp32 `scale` `[..., n, k]`, both new storage. On CPU one fp32
-        copy of the (padded) weight is alive besides, on a GPU with 128x128 blocks nothing.
+        A `Float8Tensor` with `qdata` `[..., N, K]` and fp32 `scale` `[..., n, k]`, both new storage. Temporary
+        memory: an fp32 copy of the (padded) weight on CPU, none on a GPU with 128x128 blocks.
 
     Raises:
         ValueError: `weight` has fewer than two dims or is not floating point, `scale_format` is unknown, or the
@@ -68,7 +68,7 @@ def quantize_weight(
     if weight.dim() < 2:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}: block quantization needs at least two dims [N, K].")
     tensor = _quantize(weight, block, name, scale_format, amax_floor, amax)
-    # NaN and infinity survive the search for amax and the division by 448, so that the few scales tell of all elements
+    # NaN and infinity survive the maximum and the division by 448: to check the few scales is to check all elements
     if check_finite and (bad := ~torch.isfinite(tensor.scale)).any():
         first = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
@@ -107,22 +107,22 @@ class Destination(NamedTuple):
     codes: torch.Tensor  # e4m3, of the weight's shape, any strides
     scale: torch.Tensor  # fp32 `[..., n, k]`, any strides
     amax: torch.Tensor | None = None  # as in `quantize_weight`
-    rows_before: tuple[int, int] = (0, 0)  # of a larger weight's codes and scales, leading dims counted: see `digest`
+    rows_before: tuple[int, int] = (0, 0)  # rows of codes and of scales before this part: see `digest`
 
 
 def quantize_into(
     destinations: Sequence[Destination], scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
 ) -> torch.Tensor:
-    """Quantize weights straight to where they are read; waits for no device.
+    """Quantize weights straight into their destinations. Does not synchronize with the device.
 
     Args:
         destinations: All on one device.
         scale_format, amax_floor: As for `quantize_weight`.
-        block: Rows and columns that share a scale; None: a whole weight does, and has an `amax`.
+        block: Rows and columns that share a scale; None: one scale per weight, from its `amax`.
 
     Returns:
         int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, as computed and not as stored. On CPU
-        weights of one shape are quantized together and large ones in parts: copies of `_TOGETHER` elements are alive.
+        weights of one shape are quantized together and large ones in parts: copies have about `_TOGETHER` elements.
     """
     if not destinations:
         return torch.zeros(0, 2, dtype=torch.int64)
@@ -151,8 +151,8 @@ def _quantize_by_kernel(
     for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
         options = {"round_to_bf16": True, "into": (codes, scale), "sums": row, "first_rows": rows}
         quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
-        # Autograd does not see what a kernel writes. Counted as torch's own writes are, a backward through what was
-        # there before is an error, and not a gradient by the new weight
+        # Autograd does not see what a kernel writes. Counted like torch's own writes, they make a backward through the
+        # old values an error, instead of a gradient by the new weight
         torch.autograd.graph.increment_version([codes, scale])
     return sums
 
@@ -164,8 +164,8 @@ def _quantize_batch(
     first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
     rows_before, scales_before = first.rows_before
     if len(batch) == 1 and first.weight.numel() > _TOGETHER and first.weight.device.type == "cpu":
-        # In parts, so that copies of a part are alive and not of the weight. Checksums of parts add up to that of the
-        # whole; scales are few, and are summed and written at the end
+        # In parts, so that only a part is copied at a time. Checksums of parts add up to that of the whole. Scales are
+        # few: they are summed and written at the end
         scale, sums = torch.empty_like(first.scale, memory_format=torch.contiguous_format), 0
         for where, scales_where, row in _row_parts(first.weight.shape, block):
             part = first.weight[where].detach().to(torch.bfloat16)
@@ -176,7 +176,7 @@ def _quantize_batch(
         return torch.stack([sums, digest(scale, first_row=scales_before)])[None]
     stacked = torch.stack([one.weight.detach() for one in batch]).to(torch.bfloat16)
     codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
-    # What is written to are views all over the engine; one call copies to all of them
+    # The destinations are views all over the engine; one call copies to all of them
     torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
     torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
     return torch.stack([digests(codes, rows_before), digests(scale, scales_before)], 1)
@@ -225,7 +225,7 @@ def _quantize(
     amax: torch.Tensor | None = None,
     reciprocal: bool = False,
 ) -> Float8Tensor:
-    """Quantize `values` in `blocks`, (rows, columns) or (columns,) that share a scale; by the kernel where it can."""
+    """Quantize `values` in `blocks`, (rows, columns) or (columns,) that share a scale; by the GPU kernel if it can."""
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
@@ -256,10 +256,10 @@ def _quantize_by_torch(
         amax = torch.maximum(view.amax(inside), -view.amin(inside))
     else:
         amax = amax.expand([size for dim, size in enumerate(view.shape) if dim - view.dim() not in inside])
-    # 3. The scale, in FP32: torchao's, in the dtype of the values, would be rounded to 8 bits in BF16
+    # 3. The scale, in FP32. torchao computes it in the dtype of the values, and BF16 would round it to 8 bits
     scale = scale_from_amax(amax, scale_format, amax_floor)
-    # 4. Codes, in the copy itself. A product with the rounded reciprocal is not the quotient: some engine kernels
-    # compute the one, some the other, and codes next to a tie differ
+    # 4. Codes, in the copy itself. Some engine kernels divide, others multiply by the rounded reciprocal; codes next
+    # to a tie then differ
     divisor = _expandable(scale, len(blocks))
     if reciprocal:
         view.mul_(divisor.reciprocal())
@@ -274,8 +274,7 @@ def _padded_blocks(
     """Return an fp32 copy of `values`, padded to whole blocks, its view by blocks, and the dims inside a block."""
     lead, tail = values.shape[: -len(blocks)], values.shape[-len(blocks) :]
     padded = [-(-size // block) * block for size, block in zip(tail, blocks, strict=True)]
-    # Zeros change no amax, so that a ragged block gets the scale of what it holds. Filling costs a pass: only where
-    # something is padded
+    # Zeros change no amax: a ragged block gets the scale of its own elements. To fill costs a pass: only if needed
     allocate = torch.empty if padded == list(tail) else torch.zeros
     copy = allocate((*lead, *padded), dtype=torch.float32, device=values.device)
     _crop(copy, values.shape).copy_(values)

@@ -5,12 +5,12 @@ is `COLUMN_STEP`, and all products are summed modulo 2**64. Each key is odd, and
 2**64: changing any one word always changes the sum. Keys differ between positions: exchanging words, rows or whole
 tensors changes it too, except by a coincidence of 2**-32 or rarer. It protects against mistakes, not an adversary.
 
-Two properties make it cheap. Keys are a number of the row plus a number of the column, so that two plain sums over the
-bytes, by row and by column, are all the work: sum w (2r + 1 + 2cP) = sum_r (2r + 1) sum_c w + sum_c 2cP sum_r w. And
+Two properties make it cheap. A key is a number of the row plus a number of the column, so two plain sums of the
+words, by row and by column, are all the work: sum w (2r + 1 + 2cP) = sum_r (2r + 1) sum_c w + sum_c 2cP sum_r w. And
 sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
 
 On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py); on CPU those of one shape are summed
-together. Hosts without a GPU may have no Triton, so that the kernels are imported where they are called.
+together. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -21,7 +21,7 @@ import torch
 from trl_fp8.quantization.formats import COLUMN_STEP
 
 
-_PART = 2**18  # words that are summed up together: a cast, and what integer sums copy on CPU, stay small
+_PART = 2**18  # words summed at once, so that a cast, and the copies that integer sums make on CPU, stay small
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: int = 0) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Table:
     """Tensors on one device that stay in place while their checksums are computed again and again."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._rest = [tensor.detach() for tensor in tensors]  # those that are stacked, and padded, each time
+        self._rest = [tensor.detach() for tensor in tensors]  # stacked and padded in each call
         self._table = None
         if tensors and tensors[0].is_cuda:
             from trl_fp8.quantization.kernels.checksum_kernels import table_of
@@ -98,11 +98,10 @@ def _sum_sent(dtype: torch.dtype, batch: torch.Tensor, row: int) -> torch.Tensor
     batch = batch.to(dtype).contiguous()
     flat = batch.view(len(batch), batch.shape[1:].numel())
     bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
-    if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch no order of it
+    if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch cannot order it
         bad = flat.isnan().sum(1)
     elif batch.is_floating_point() and flat.shape[1]:
-        # NaN and infinity show in the extremes, whichever element they are. In a norm they would, too, but that
-        # takes 15 times as long on CPU
+        # NaN and infinity show in the extremes. A norm would show them, too, but takes 15 times as long on CPU
         bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
     return torch.stack([_sums(_words(batch), row), bad], 1)
 
@@ -148,7 +147,7 @@ def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
         from trl_fp8.quantization.kernels.checksum_kernels import sum_table, table_of
 
         return sum_table(table_of(list(words), first_row=first_row))
-    wide = words.long()  # each sum would make its own, more slowly
+    wide = words.long()  # once: each sum would convert by itself, more slowly
     by_row, by_column = wide.sum(2), wide.sum(1)
     return by_row @ _row_keys(first_row, words.shape[1]) + by_column @ _column_keys(words.shape[2])
 

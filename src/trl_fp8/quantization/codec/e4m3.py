@@ -26,8 +26,8 @@ def casts_in_hardware(device: torch.device) -> bool:
 
 def saturating_cast_(values: torch.Tensor) -> torch.Tensor:
     """Cast `values` to e4m3: overflow and infinities go to +-448, NaN stays NaN. Clamps in place."""
-    # e4m3 has no infinity, and torch before 2.12 casts overflow to NaN: one element that its scale misses would make
-    # every product with it NaN. The clamp lets NaN pass, so that what diverged stays visible
+    # e4m3 has no infinity, and torch before 2.12 casts overflow to NaN: one element beyond its scale's
+    # range would make every product with it NaN. The clamp lets NaN pass, so that divergence stays visible
     return values.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
@@ -40,7 +40,7 @@ def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: boo
     # an FP16 number of the same mantissa. FP16's exponent has a bias of 15 where e4m3's is 7: the number is 2^-8 times
     # as large, also where both are subnormal, and the factor 256 is exact
     halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    if nan:  # NaN is the code whose 7 bits are all set: one more carries over to the zero, and FP16's exponent is full
+    if nan:  # NaN is the code with all 7 bits set: adding one carries into the zero, which fills FP16's exponent
         halves |= (halves + 0x80).bitwise_and_(0x4000)
     return halves.view(torch.float16).float().mul_(256 * scale)
 
@@ -49,7 +49,7 @@ def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two not below each of `values` (fp32, positive; NaN and inf pass through)."""
     # By exponent bits: `exp2(ceil(log2(x)))` would depend on how log2 rounds next to a power of two
     mantissa, exponent = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
-    # The next power of two is 2**exponent, but a power of two, whose mantissa is 0.5, is its own
+    # The next power of two is 2**exponent. A value with mantissa 0.5 is a power of two itself
     power = torch.ldexp(torch.ones_like(values), exponent - (mantissa == 0.5).to(exponent.dtype))
     return torch.where(torch.isfinite(values), power, values)
 
@@ -66,8 +66,8 @@ def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax
 
 
 def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """Return the e4m3 codes under which an FP8 KV cache with one `scale` stores q, k or v, saturating at 448 scale."""
-    # The engine computes k and v in BF16; in FP32 the same byte takes both roundings
+    """Return the e4m3 codes that an FP8 KV cache with one `scale` stores for q, k or v, saturating at 448 * scale."""
+    # The engine computes k and v in BF16: FP32 states are rounded twice here, as they are there
     return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
 
 
@@ -86,8 +86,8 @@ class _StraightThrough(torch.autograd.Function):
 def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Return `states` as attention reads them from an FP8 KV cache, in their shape and dtype.
 
-    The gradient passes unchanged, of saturated elements too (arXiv 2601.14243): `fp8/kv_saturation_fraction` counts
-    them.
+    The gradient passes unchanged, also that of saturated elements (arXiv 2601.14243), which
+    `fp8/kv_saturation_fraction` counts.
     """
     if casts_in_hardware(states.device):
         from trl_fp8.quantization.kernels.cache_kernels import round_trip  # hosts without a GPU may have no Triton

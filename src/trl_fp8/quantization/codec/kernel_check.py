@@ -1,6 +1,6 @@
-"""Checks, on the user's device, Triton and driver, that the GPU kernels give the bytes that were tested.
+"""Checks, on the user's device, Triton and driver, that the GPU kernels give the tested bytes.
 
-An audit relies on them: a kernel that gave the same checksum for everything would prove nothing, without a word.
+An audit relies on them: with a kernel that gave one checksum for everything, it would pass and prove nothing.
 """
 
 from importlib.metadata import version

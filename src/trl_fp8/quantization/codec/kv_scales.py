@@ -1,9 +1,9 @@
-"""Magnitudes of q, k and v, and the per-tensor scales of an FP8 KV cache that are made from the largest.
+"""Magnitudes of q, k and v, and the per-tensor scales of an FP8 KV cache, made from the largest ones.
 
 A scale one step too small saturates K and destroys the attention (measured on a tiny Qwen3: mean log-prob difference
 0.06 -> 5.0). One several steps too large costs next to nothing: e4m3's relative error is the same anywhere in its
-normal range. Hence amax times a margin, rounded up to a power of two, which is exact in BF16 too (vLLM reads a
-checkpoint's scales as BF16).
+normal range. Hence a scale is made from amax times a margin and rounded up to a power of two, which is exact in BF16,
+too (vLLM reads a checkpoint's scales as BF16).
 
 Shape letters: L layers, B sequences, H heads, G KV heads, T tokens, D head size.
 """
@@ -56,12 +56,12 @@ def add_magnitudes(
     limit: torch.Tensor | None = None,
     beyond: torch.Tensor | None = None,
 ) -> None:
-    """Add the magnitudes of q, k or v of an attention call to those of other calls, without a wait for the device.
+    """Add the magnitudes of q, k or v of an attention call to those of other calls. Does not synchronize.
 
     Args:
         states: `[B, H, T, D]`, floating point, any strides.
         real_BT: Which tokens count, bool, any strides.
-        amax: 0-d, fp32, not negative; raised to the largest magnitude, of which NaN is larger than all others.
+        amax: 0-d, fp32, not negative; raised to the largest magnitude; NaN counts as the largest.
         elements: 0-d, fp64; the number of elements is added.
         limit: 0-d, fp32, exact in the dtype of `states`.
         beyond: With `limit`: 0-d, fp64; the number of elements whose magnitude is above it is added.
@@ -73,12 +73,12 @@ def add_magnitudes(
         return
     padded_BT = ~real_BT
     values = states.abs()  # vector_norm needs no temporary, but takes ten times as long on CPU
-    # Padding is left out of the B x T results: to leave it out of the states would copy them once more
+    # Padding is masked in the results `[B, T]`: to mask it in the states would copy them once more
     largest = values.amax((1, 3)).masked_fill_(padded_BT, 0).amax().float()
     torch.maximum(amax, largest, out=amax)
     elements.add_(real_BT.sum() * (values.shape[1] * values.shape[3]))
     if limit is not None:
-        beyond_BT = values.gt_(limit).sum((1, 3), dtype=torch.float32)  # ones and zeros, in the states' own dtype
+        beyond_BT = values.gt_(limit).sum((1, 3), dtype=torch.float32)  # `gt_` writes ones and zeros
         beyond.add_(beyond_BT.masked_fill_(padded_BT, 0).sum())
 
 
@@ -92,7 +92,7 @@ def kv_scales_from_amax(
         margin: Headroom for tokens that were not observed, at least 1.
         layers: Numbers of the layers that cache k and v; the others get none. None: all.
 
-    Raises `ValueError` naming layers whose amax is NaN, infinite or zero: 1.0 would silently underflow or saturate.
+    Raises `ValueError` naming layers whose amax is NaN, infinite or zero: no default scale would be safe.
     """
     amax = amax_L3.detach().float().cpu()
     cached = torch.ones(len(amax), dtype=torch.bool)
@@ -115,12 +115,12 @@ def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling:
 
     `q_squares_HD` and `k_squares_GD` are mean squares per head and channel, over tokens; H is a multiple of G.
     """
-    # Each element of k is off by E4M3_RELATIVE_ERROR of itself, independently, and is multiplied by q's. The largest
-    # over the root mean square of k says less: one outlier channel of D brings it to sqrt(D), however large it is
+    # Each element of k is off by E4M3_RELATIVE_ERROR of itself, independently, and is multiplied by q's. k's largest
+    # magnitude over its root mean square says less: one outlier channel of D brings it to sqrt(D), whatever its size
     k_squares_HD = k_squares_GD.repeat_interleave(q_squares_HD.shape[0] // k_squares_GD.shape[0], 0)
     return scaling * E4M3_RELATIVE_ERROR * (q_squares_HD * k_squares_HD).sum(-1).sqrt().amax()
 
 
 def outlier_layers(logit_error_L: torch.Tensor) -> dict[int, float]:
-    """Map the layers whose k has outliers that e4m3 cannot serve to their `logit_error`, above the limit."""
+    """Return `logit_error` of the layers that exceed its limit: their k has outliers that e4m3 keeps badly."""
     return {layer: error for layer, error in enumerate(logit_error_L.tolist()) if error > LOGIT_ERROR_LIMIT}

@@ -16,9 +16,9 @@ from .e4m3 import scale_from_amax
 
 
 def quantize_fused(weights: Sequence[torch.Tensor], spec: FormatSpec, scale_format: ScaleFormat) -> list[Float8Tensor]:
-    """Quantize `weights` `[..., N, K]`, which vLLM fuses if they are several. Waits for no device.
+    """Quantize one weight `[..., N, K]`, or those that vLLM fuses. Does not synchronize with the device.
 
-    A weight that is not finite gets scales that are not, which the caller has to check.
+    The caller has to check that the scales are finite: those of a weight with NaN or infinity are not.
     """
     amax = common_amax(weights, spec)
     options = {"amax": amax, "amax_floor": spec.weight_amax_floor, "check_finite": False}
@@ -49,7 +49,7 @@ def as_blocks(scale: torch.Tensor) -> torch.Tensor:
 
 
 def joined_halves(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `[E, N, K]` of `[E, 2, N / 2, K]`, in which layouts address gate and up of all experts; others unchanged.
+    """Return experts' gate and up, which layouts address as `[E, 2, N / 2, K]`, as `[E, N, K]`; others unchanged.
 
     It is a view, unless a tensor parallel rank holds a part of each half.
     """
@@ -64,15 +64,15 @@ def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> F
 
 
 def stored_scale(codes: Float8Tensor, spec: FormatSpec) -> torch.Tensor:
-    """Return the scales of a quantized weight in the shape that checkpoints have them in."""
+    """Return the scales of a quantized weight in the shape that checkpoints have."""
     return codes.scale if spec.weight_block else codes.scale.view(1)
 
 
 def dead_scale(spec: FormatSpec, scale_format: ScaleFormat) -> float:
-    """Return the scale at the floor of amax, the largest of any block that is as good as zero.
+    """Return the scale of a block whose amax is at the floor or below. Such a block is as good as zero.
 
-    Elements a thousand times smaller become zero there: such a block computes no NaN, and nothing else until its
-    weights grow.
+    Elements a thousand times smaller than the scale become zero. The block causes no NaN, and contributes nothing
+    until its weights grow.
     """
-    floor = torch.tensor(spec.weight_amax_floor, device="cpu")  # so that no device is waited for
+    floor = torch.tensor(spec.weight_amax_floor, device="cpu")  # on CPU, so that `item` does not wait
     return scale_from_amax(floor, scale_format).item()
