@@ -203,7 +203,7 @@ def test_a_kernel_whose_batch_shows_is_found_where_a_trainer_shares_it(monkeypat
         return product
 
     monkeypatch.setattr(ReferenceFp8BlockKernel, "apply_block_scaled_mm", step)
-    with pytest.raises(RuntimeError, match="1 of 1792 outputs of 7 rows are others in a batch of 300"):
+    with pytest.raises(RuntimeError, match="1 of 1792 outputs of 7 rows differ in a batch of 300"):
         reference().check()
     reference(batch_invariant=False).check()
 

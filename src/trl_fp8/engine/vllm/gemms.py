@@ -1,12 +1,12 @@
 """The choice of the kernel of vLLM that multiplies with FP8 weights: the fastest that passes a check on this device.
 
-    check    a weight is quantized as for a sync and written to a layer as one holds it after its start; the kernel's
-             product is compared with that of the same codes in FP64; for a trainer that shares the kernel also
-             rows of a batch, bit for bit, with the same rows of a larger one
-    timing   the model's own shapes, as vLLM fuses and shards them: with 8, 64 and max_num_seqs rows, which is what
-             decoding looks like at the end of a rollout and at its start
+    check    a weight is quantized as for a sync and written to a layer as a started engine holds it; the kernel's
+             product is compared with that of the same codes in FP64; if a trainer shares the kernel, rows
+             of a batch are also compared, bit for bit, with the same rows of a larger one
+    timing   the model's own shapes, as vLLM fuses and shards them: with 8 and 64 rows, as decoding has at the end of
+             a rollout, and with max_num_seqs, as at its start
 
-All ranks of a job take the same kernel: what one fails, none takes, and the slowest rank's time counts.
+All ranks of a job take the same kernel: one that fails on any rank is dropped, and the slowest rank's time counts.
 """
 
 import os
@@ -48,19 +48,19 @@ from .numerics import SMALL_BATCH, kernel_scaling, why_linear_unverifiable
 logger = get_logger(__name__)
 
 Shape = tuple[int, int]  # of a weight, [N, K]
-DECODED = 8, 64  # rows; max_num_seqs decides, too
+DECODED = 8, 64  # rows of the timed calls, beside max_num_seqs
 REPETITIONS = 5  # of which the median counts
 CHECKED, CHECKED_ROWS = (256, 512), (3, 130)  # shape of the weight and rows in the check
-INVARIANT_ROWS = (1, 7, 64, 130)  # of 300, where kernels change their tiles
+INVARIANT_ROWS = (1, 7, 64, 130)  # of a batch of 300; around these numbers kernels change their tiles
 WITHOUT_NVCC = (
     ". This host has no nvcc, so it loses DeepGEMM, often the fastest kernel on Hopper; another one runs FP8 linears. "
     "Run: pip install 'nvidia-cuda-nvcc==13.*' nvidia-cuda-cccl, or set CUDA_HOME to a toolkit with nvcc 13, or go on."
 )
 TOOLKIT = "/usr/local/cuda"  # where DeepGEMM looks last
 # pip's nvcc can be newer than the CUDA headers that torch pins beside it. CCCL refuses such a pair unless this is set;
-# DeepGEMM's kernels compile with it
+# DeepGEMM's kernels do compile with such a pair
 ANY_PAIR = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
-Agree = Callable[[list[float]], list[float]]  # the largest of each over all ranks of the job; a collective
+Agree = Callable[[list[float]], list[float]]  # each number's maximum over all ranks of the job; a collective
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,10 @@ class Gemm:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise what speaks against it: `ValueError` if it is not meant for this device, anything else if it fails."""
+        """Raise if it cannot be used: `ValueError` if it is not meant for this device, any other error if it fails."""
         generator = torch.Generator().manual_seed(0)
-        weight, x = (_uneven(rows, CHECKED[1], generator).to(self.device) for rows in (CHECKED[0], CHECKED_ROWS[-1]))
+        weight = _uneven(*CHECKED, generator).to(self.device)
+        x = _uneven(CHECKED_ROWS[-1], CHECKED[1], generator).to(self.device)
         kernel, layer = self.kernel_and_layer(CHECKED)
         if self.batch_invariant and isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
             raise ValueError(
@@ -91,16 +92,16 @@ class Gemm:
         [codes] = quantize_fused([weight], self.spec, self.scale_format)
         layer.write(codes)
         w = dequantize_weight(codes, torch.float32).double()
-        # Near the values of codes, where a division by a scale and a product with its reciprocal give the same code
+        # Values next to those of codes: dividing by a scale and multiplying by its reciprocal give the same code there
         x = dequantize_weight(quantize_as_engine(x, self.spec, kernel_scaling(kernel, 1)), torch.bfloat16)
         for rows in CHECKED_ROWS:
             found = kernel.apply_weights(layer, x[:rows]).double()
             quantized = quantize_as_engine(x[:rows], self.spec, kernel_scaling(kernel, rows))
             a = dequantize_weight(quantized, torch.float32).double()
             expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
-            # A rounding to BF16 is off by 2^-9 at most. Tensor cores cut the products of 32 elements, and what they
-            # are added to, to 14 bits, four times in the 128 elements after which kernels go on in FP32
-            wrong = ~((found - expected).abs() <= 2.0**-9 * expected.abs() + 4 * 2.0**-13 * magnitudes)  # NaN is, too
+            # Rounding to BF16 is off by 2^-9 at most. Tensor cores truncate 32 products, and the accumulator that they
+            # are added to, to 14 bits: four times in 128 elements, after which kernels add in FP32
+            wrong = ~((found - expected).abs() <= 2.0**-9 * expected.abs() + 4 * 2.0**-13 * magnitudes)  # so is NaN
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 raise RuntimeError(
@@ -116,19 +117,19 @@ class Gemm:
         for rows in INVARIANT_ROWS:
             if differ := int((kernel.apply_weights(layer, x[:rows]) != whole[:rows]).sum()):
                 raise RuntimeError(
-                    f"{differ} of {rows * CHECKED[0]} outputs of {rows} rows are others in a batch of {len(x)}; "
+                    f"{differ} of {rows * CHECKED[0]} outputs of {rows} rows differ in a batch of {len(x)}; "
                     "a trainer that shares the kernel needs the same bits"
                 )
 
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
         """Return the time of one call with a weight of `shape`."""
-        kernel, layer = self.kernel_and_layer(shape)  # stored as after a start: that was checked
+        kernel, layer = self.kernel_and_layer(shape)  # processing it after loading changes nothing: `check` saw it
         x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
         return replayed_seconds(partial(kernel.apply_weights, layer, x))
 
     def kernel_and_layer(self, shape: Shape) -> tuple[Any, "_Layer"]:
-        """Return vLLM's kernel and a layer as it is loaded; `ValueError` if there is no such kernel."""
+        """Return vLLM's kernel and a layer as loaded; `ValueError` if there is no such kernel."""
         if blocks := self.spec.weight_block:
             weights = create_fp8_quant_key(static=True, group_shape=GroupShape(*blocks))
             activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, self.spec.activation_group))
@@ -136,7 +137,7 @@ class Gemm:
             weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
         if self.name in ("deep_gemm", "flashinfer_cutlass"):
             find_nvcc()
-        # As much of an engine's configuration as kernels read; vLLM's own operator quantizes activations in both
+        # The part of an engine's configuration that kernels read; custom_ops: vLLM's own operator quantizes, as there
         config = SimpleNamespace(
             compilation_config=CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"]),
             kernel_config=SimpleNamespace(linear_backend=self.name, linear_backend_per_quant=None),
@@ -149,7 +150,7 @@ class Gemm:
 
 
 class _Layer(nn.Module):
-    """A linear layer as vLLM's kernels see it, of random codes; one with a single scale is stored transposed."""
+    """A linear layer of random codes, as vLLM's kernels see it. A weight with a single scale is stored transposed."""
 
     def __init__(self, shape: Shape, spec: FormatSpec, device: torch.device):
         super().__init__()
@@ -172,7 +173,7 @@ class _Layer(nn.Module):
 def replayed_seconds(call: Callable[[], object]) -> float:
     """Return the time of a call on the current GPU: from a CUDA graph and with an empty cache, as in a decode step.
 
-    `torch.cuda.graph` would give all unused memory back to the driver before each capture; here there are dozens.
+    Not by `torch.cuda.graph`, which returns all unused memory to the driver before each capture: there are dozens.
     """
     call()  # compiles
     graph, times = torch.cuda.CUDAGraph(), []
@@ -205,9 +206,9 @@ def pinned_gemm(
     max_num_seqs: int,
     batch_invariant: bool = False,
 ) -> dict[str, str]:
-    """Return `linear_backend` for `LLM(...)`: the best of `backends`; what the user asks for is checked only.
+    """Return `linear_backend` for `LLM(...)`: the best of `backends`; one that the user asks for is only checked.
 
-    Nothing if no linear is FP8, or if the user asks for one that is not among them: what its layers hold is looked at
+    `{}` if no linear is FP8, or if the user asks for one that is not in `backends`: what its layers hold is checked
     when the engine has started.
     """
     user_backend = (user or {}).get("linear_backend")
@@ -219,7 +220,7 @@ def pinned_gemm(
     most = (user or {}).get("max_num_seqs", max_num_seqs)
     decides = [*(rows for rows in DECODED if rows < most), most]
     chosen = fastest(candidates, recipe.gemms(outline_of(policy)), decides, agree)
-    if device.type == "cuda":  # vLLM counts what is free
+    if device.type == "cuda":  # vLLM measures the free memory when it starts
         torch.cuda.empty_cache()
     return {"linear_backend": chosen.name}
 
@@ -230,11 +231,11 @@ def fastest(
     decides: Sequence[int],
     agree: Agree = list,
 ) -> Gemm:
-    """Return the candidate that is fastest in all layers, among those that pass their check; `RuntimeError` with the
+    """Return the candidate that is fastest over all layers, among those that pass their check; `RuntimeError` with the
     reason of each if none does.
 
-    Each number of rows in `decides` counts as much as another: a candidate's time is divided by that of the fastest
-    with as many rows. `candidates` are the same on all ranks; `gemms`: shape of a weight -> number of layers.
+    All numbers of rows in `decides` have the same weight: each time is divided by that of the fastest candidate for
+    as many rows. `candidates` are the same on all ranks; `gemms`: shape of a weight -> number of layers.
     """
     reasons = {each.name: _tried(each, each.check)[1] for each in candidates}
     passed = _agreed(candidates, reasons, agree)
@@ -252,7 +253,8 @@ def fastest(
         sum(n * times[each.name, rows, shape] for shape, n in gemms.items()) for rows in decides for each in passed
     ]
     slowest = torch.tensor(agree(sums), dtype=torch.float64).view(len(decides), len(passed))
-    chosen = passed[int((slowest / slowest.amin(1, keepdim=True)).sum(0).argmin())]
+    relative = slowest / slowest.amin(1, keepdim=True)  # to the fastest, for each number of rows
+    chosen = passed[int(relative.sum(0).argmin())]
     logger.info(f"FP8 linears run on {chosen.name!r}, microseconds of a call:\n{_table(passed, gemms, times)}")
     return chosen
 
@@ -277,7 +279,7 @@ def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | No
     except ValueError as reason:
         logger.info(f"linear_backend={candidate.name!r} is left out: {reason}")
         return None, str(reason)
-    except Exception as error:  # whatever a kernel dies of
+    except Exception as error:  # kernels fail in any way
         reason = f"{type(error).__name__}: {error}"
         lost = WITHOUT_NVCC if candidate.name == "deep_gemm" and not find_nvcc() else ""
         logger.warning(f"linear_backend={candidate.name!r} is not used: {reason}{lost}", main_process_only=False)
@@ -303,7 +305,7 @@ def _uneven(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor
 def find_nvcc() -> bool:
     """Return whether DeepGEMM finds nvcc, the CUDA compiler. If pip's is the only one, set CUDA_HOME for good.
 
-    Call it before DeepGEMM is imported: it looks for nvcc then, and reads the flags each time it compiles a kernel.
+    Call it before DeepGEMM is imported, which looks for nvcc only then. It reads the flags at each compilation.
     """
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
     if any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home))):

@@ -28,7 +28,7 @@ _VERL_SEQUENCES = Rejection("sequence_ratio", 0.5, 2.0)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "monitor": Preset(RolloutCorrection(monitor_only=True), "this package: the default, measured but not applied"),
+        "monitor": Preset(RolloutCorrection(monitor_only=True), "this package: fp8_token_tis measured, not applied"),
         "fp8_token_tis": Preset(RolloutCorrection(), "FP8-RL (arXiv 2601.18150) and verl's FP8 recipe; the default"),
         "fp8_geometric_token_tis": Preset(RolloutCorrection(reject=(_FP8_BAND, _VETO)), "this package"),
         "trl_sequence_mask": Preset(RolloutCorrection("sequence", "mask", bound_max=3.0), "TRL 1.16's default"),

@@ -29,7 +29,7 @@ class Rejection:
         statistic: What is looked at, and what is dropped:
 
             - `"token_ratio"`: drop the token.
-            - `"token_veto"`: drop the sequence if any token's ratio is outside (catastrophic tokens; 1e-4 is usual).
+            - `"token_veto"`: drop the sequence if any token's ratio is outside, usually below 1e-4.
             - `"sequence_ratio"` (product of r_t), `"geometric_ratio"` (its T-th root): drop the sequence.
         minimum: Lower bound of the ratio, at most 1.
         maximum: Upper bound of the ratio, at least 1.
@@ -99,11 +99,11 @@ def _is_bound(value: object) -> bool:
 
 
 def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the median over sequences of the mean log-ratio, an estimate of -KL, and the number of these."""
+    """Return the median of the sequences' mean log-ratios, which estimates -KL, and the number of these sequences."""
     # a mean would let one broken sequence (log r = -20 throughout) move the centre of the band away from all others
     mean_B1 = ratio.mean_over_sequence_B1(ratio.values_BT.double())
     candidates_B = torch.where(ratio.has_evidence_B1, mean_B1, torch.nan).flatten()
-    # the appended NaN is ignored; it only keeps an empty batch from being an empty reduction
+    # the appended NaN is ignored; without it `nanquantile` would raise for an empty batch
     median = torch.nanquantile(torch.nn.functional.pad(candidates_B, (0, 1), value=torch.nan), 0.5)
     return torch.nan_to_num(median, nan=0.0), ratio.has_evidence_B1.sum()
 
@@ -118,10 +118,11 @@ def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | fl
     if rule.centre == "measured":
         log_r = log_r - log_centre
     keep = torch.ones_like(log_r, dtype=torch.bool)
-    if rule.minimum:  # a ratio is never below 0
+    if rule.minimum:  # None or 0 is no bound: a ratio is never below 0
         keep &= log_r >= math.log(rule.minimum)
     if rule.maximum is not None:
         keep &= log_r <= math.log(rule.maximum)
     if rule.statistic == "token_veto":
         keep = keep.all(dim=-1, keepdim=True)
+    # a sequence without evidence is kept
     return (keep | ~ratio.has_evidence_B1) & ratio.mask_BT

@@ -27,7 +27,7 @@ class KVCacheFlags(FlagGroup):
     kv_cache_skip_layers: list[str] | None = flag(
         None,
         "Decoder layers whose KV cache stays in BF16, by number (e.g. '0 27'), or 'auto': those whose k "
-        "has outliers on the first prompts of the dataset, as in models with a bias on k and no "
+        "has outliers on the first prompts of the dataset, as happens where k has a bias and no "
         "normalization (Qwen2).",
     )
     kv_calibration: str | None = flag(
@@ -36,7 +36,7 @@ class KVCacheFlags(FlagGroup):
         "latest rollouts, which runs anyway) or 'policy' (the updated weights are run over coming prompts "
         "and latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', "
         "or 'policy' where that pass does not see every token: with vllm_importance_sampling_correction=False TRL "
-        "leaves it out, with mask_truncated_completions=True it hides truncated completions from it.",
+        "leaves the pass out, with mask_truncated_completions=True TRL hides truncated completions from it.",
     )
     kv_scale_margin: float = flag(
         1.05,
@@ -47,15 +47,15 @@ class KVCacheFlags(FlagGroup):
     kv_calibration_tokens: int = flag(
         8192,
         "Most tokens per process that calibration runs through the policy, taken from the coming prompts and the "
-        "previous rollouts; and most positions of a forward, padding included. Sequences of unlike lengths take "
+        "previous rollouts; and the most positions of one forward, padding included. Sequences of unlike lengths take "
         "several forwards.",
     )
     simulate_kv_cache: bool | None = flag(
         None,
         "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
         "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight "
-        "through. Lowers the mismatch where nothing larger hides it, and is on there if not set: with "
-        "fp8_weights=False. A part of fp8_forward='one_forward'.",
+        "through. Lowers the mismatch where nothing larger hides it. Not set: on with fp8_weights=False. "
+        "Always part of fp8_forward='one_forward'.",
     )
 
     @property
@@ -68,7 +68,7 @@ class KVCacheFlags(FlagGroup):
     def against_base(self, model) -> str | None:
         if self.skip_layers is not None:
             return None
-        return "kv_cache_skip_layers='auto': the policy's k is looked at before there is an engine with the base."
+        return "kv_cache_skip_layers='auto': the policy's k is looked at before the engine, with the base, exists."
 
     def risks(self, outline: Outline, recipe: FP8Recipe) -> list[Risk]:
         biases = [name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name)]
@@ -76,7 +76,7 @@ class KVCacheFlags(FlagGroup):
             return []
         text = f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly."
         if self.base_in_engine:
-            text += " kv_cache_skip_layers takes their numbers, which a run without fp8_base finds with 'auto'."
+            text += " Give their numbers to kv_cache_skip_layers; a run without fp8_base finds them with 'auto'."
             return [Risk(text)]
         text += " kv_cache_skip_layers='auto' looks for them before the first rollout."
         return [Risk(text, {"kv_cache_skip_layers": "auto"})]
@@ -94,8 +94,8 @@ class KVCacheFlags(FlagGroup):
             self.kv_cache_dtype = "fp8"
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r}: the trainer can calibrate and check the scales of e4m3 "
-                "alone. Use 'fp8' (e4m3), or 'auto' (the model's own dtype)."
+                f"kv_cache_dtype={self.kv_cache_dtype!r}: the trainer can calibrate and check only scales of "
+                "e4m3. Use 'fp8' (e4m3), or 'auto' (the model's own dtype)."
             )
         if not self.kv_scale_margin >= 1:
             raise ValueError(
@@ -131,12 +131,12 @@ class KVCacheFlags(FlagGroup):
             values = {name: getattr(self, name) for name in ("simulate_kv_cache", "kv_cache_skip_layers")}
             pointless = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
             raise ValueError(
-                f"{pointless} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "
+                f"{pointless} with kv_cache_dtype='auto': there is no FP8 KV cache for it to act on. Set "
                 "kv_cache_dtype='fp8', or remove it."
             )
         if self.simulate_kv_cache is None:
-            # Beside FP8 weights their mismatch hides that of the cache, unless the policy calls the same kernels
-            alone = self.policy_calls_engine or not self.fp8_weights
-            self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and alone
+            # The mismatch of FP8 weights hides that of the cache, unless the policy calls the same kernels
+            visible = self.policy_calls_engine or not self.fp8_weights
+            self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and visible
         if self.kv_calibration is None:
             self.kv_calibration = "rollout" if self.blind_pass is None else "policy"

@@ -5,12 +5,12 @@
                dv = p^T do,  dp = do v^T,  ds = p * (dp - sum(p * dp))
                dq = scaling * ds k,  dk = scaling * ds^T q,  d sink = - sum(exp(sink - lse) * sum(p * dp))
 
-A head's sink is one more score of each query, which has no value; it counts in lse. The gradient is that of exact
-attention over the rounded q, k, v and goes straight through to q, k, v. The backward needs lse and no second softmax.
+A head's sink is one more score of each query, without a value vector; lse includes it. The gradient is that of exact
+attention over the rounded q, k, v and is passed on unchanged to q, k, v. The backward needs lse and no second softmax.
 torch's FlashAttention computes it on a GPU, plain torch elsewhere.
 
 An FP8 kernel also rounds p before it adds up its output, and FlashAttention's backward computes sum(p * dp) from that
-output, as output * do. Its error is the same for all keys of a query, so it would not average out. Where q, k, v were
+output, as output * do. That error is the same for all keys of a query: it would not average out. Where q, k, v were
 rounded, the GPU therefore computes output and lse again in BF16 for the backward.
 
 Shape letters: B rows, T tokens of a padded row, N tokens of all sequences, R sequences, L tokens of the longest, H
@@ -39,15 +39,15 @@ class Sequences:
 
     shape: tuple[int, int]  # B, T
     starts: Tensor  # first token of each sequence, and the end; int32 `[R + 1]`
-    longest: int  # a bound of their lengths
-    rows_N: Tensor | None  # the real tokens among B * T; None: all of them, padding is a sequence, too
+    longest: int  # an upper bound of their lengths
+    rows_N: Tensor | None  # indices of real tokens among B * T; None: all B * T, padding as sequences, too
 
     @classmethod
     def of(cls, real_BT: Tensor | None, rows: int, length: int, device: torch.device) -> "Sequences":
         """Return the sequences of a batch in which `real_BT` marks the tokens that are not padding; None: all.
 
         Padding is on either side of a row. To pack tokens the host has to know their number. On a GPU it would have to
-        wait for that, so nothing is packed there, and the padding on each side, maybe of no token, is a sequence.
+        wait for it, so there nothing is packed: the padding on each side, even if empty, is a sequence of its own.
         """
         rows_N, end = None, rows * length
         first_B = torch.arange(0, end, length, device=device)
@@ -116,7 +116,7 @@ def packed_attention(
     """Return the output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
 
     `engine` is called without gradients. It returns the output, lse `[H, N]` and q, k, v as it rounded them, or the
-    very tensors if it rounded none. `sinks_H` are the policy's, for their gradient; the engine has its own. The other
+    same objects if it rounded none. `sinks_H` are the policy's, for their gradient; the engine has its own. The other
     arguments are those of `engine.kernels.Attention`.
     """
     options = (starts, longest, scaling, window, softcap)
@@ -144,12 +144,12 @@ class _PackedAttention(torch.autograd.Function):
         else:
             found = plain_gradients(rounded, lse_HN, gradient, starts, longest, scaling, window, softcap)
         dq, dk, dv = (each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True))
-        of_sinks = sinks_gradient(sinks_H, lse_HN, output, gradient) if ctx.needs_input_grad[4] else None
+        of_sinks = sinks_gradient(sinks_H, lse_HN, output, gradient) if ctx.needs_input_grad[4] else None  # 4: sinks_H
         return None, dq, dk, dv, of_sinks, None, None, None, None, None
 
 
 def in_flash_attention(query: Tensor, softcap: float | None) -> bool:
-    """Return whether torch's FlashAttention has this backward: without soft cap, in 16 bits, up to 256 columns."""
+    """Return whether torch's FlashAttention has this backward: no soft cap, 16 bits, head size 8 to 256 by 8."""
     sizes = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sizes and not softcap
 
@@ -164,7 +164,7 @@ def flash_gradients(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of q, k and v by torch's FlashAttention. `softmax`: output and lse `[H, N]`, or None."""
-    lengths = (starts, starts, longest, longest, 0.0, True)
+    lengths = (starts, starts, longest, longest, 0.0, True)  # of queries, of keys; no dropout, causal
     seen = {"scale": scaling, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     query = rounded[0]
     if softmax is None:  # the engine computed with p in e4m3
@@ -219,13 +219,14 @@ def plain_gradients(
         dp = _per_group(do, v.mT)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         if softcap:
-            ds = ds * (1 - bent * bent)
+            ds = ds * (1 - bent * bent)  # derivative of the soft cap
         dq[..., queries, :] = scaling * _per_group(ds, k)
         dk[:, :, keys] += scaling * ds.flatten(2, 3).mT @ q.flatten(2, 3)
         dv[:, :, keys] += p.flatten(2, 3).mT @ do.flatten(2, 3)
 
-    def packed(padded: Tensor) -> Tensor:
-        return padded.flatten(1, -3).transpose(1, 2).flatten(0, 1)[rows_N]
+    def packed(states: Tensor) -> Tensor:
+        """Undo `padded`: `[N, heads, D]` of `[R, G, M, L, D]` or `[R, G, L, D]`."""
+        return states.flatten(1, -3).transpose(1, 2).flatten(0, 1)[rows_N]
 
     return packed(dq), packed(dk), packed(dv)
 
@@ -243,7 +244,7 @@ def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:
 
 
 def _token_places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return the sequence of each token, and its position there, int64 `[N]`. The host waits for no length."""
+    """Return each token's sequence, and its position there, int64 `[N]`. Does not synchronize with the device."""
     starts = starts.long()
     numbers = torch.arange(len(starts) - 1, device=starts.device)
     sequence_N = torch.repeat_interleave(numbers, starts.diff(), output_size=tokens)
@@ -254,9 +255,9 @@ class Pages(NamedTuple):
     """Places of tokens in a paged KV cache, where each sequence starts a page and its pages follow one another."""
 
     slots: int  # tokens of a page
-    count: int  # an upper bound of the pages that are used: the host waits for no length
+    count: int  # an upper bound of the pages in use; their exact number would make the host wait
     slots_N: Tensor  # each token's slot, counted over all pages, int64
-    table: Tensor  # each sequence's pages, int32 `[R, pages of the longest]`; after its last one any that exist
+    table: Tensor  # each sequence's pages, int32 `[R, pages of the longest]`; past its last one any valid page
 
 
 def pages_of(starts: Tensor, longest: int, tokens: int, slots: int) -> Pages:

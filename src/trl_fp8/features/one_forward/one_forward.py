@@ -2,7 +2,7 @@
 
     checked      `require_followable` raises `ValueError` for a policy that cannot
     swapped      each linear, norm, MLP and embedding of the decoder gets the engine's call (followed_*.py, between.py)
-    on           while the policy scores or trains, and while the reference of `beta > 0` does (followed_reference.py)
+    on           while the policy scores or trains, or the reference of `beta > 0` scores (followed_reference.py)
     up to date   as long as the engine holds the policy's weights, which following.py ensures
 
 Modules stay the same objects: only their class is exchanged (policy/swapped.py).
@@ -58,7 +58,7 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
     require_followable_experts(recipe, fp8_backward)
     require_followed(outline_of(model))
     base = transformers_model(model)
-    # PATCHES has transformers' own file for each known type. A class from another file may compute anything
+    # PATCHES lists transformers' own file of each known type. A class from another file may compute anything
     if f"{type(base).__module__}.{APPLY_ROTARY}" not in PATCHES:
         raise ValueError(
             f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: only transformers' "
@@ -124,20 +124,19 @@ def _unknown_adapter(module: BaseTunerLayer) -> str | None:
         return f"of the parameter {module.parameter_name}"
     if type(module) is not LoraLinear:
         return f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
-    for variant in module.lora_variant.values():
-        return type(variant).__name__
-    return None
+    variants = [type(variant).__name__ for variant in module.lora_variant.values()]
+    return variants[0] if variants else None
 
 
 class OneForward(FollowedAttention, Swapper):
-    """Installed on a policy before it is wrapped for training, and on from then on.
+    """Installed on a policy before it is wrapped for training, and switched on at once.
 
     The policy has passed `require_followable`. `ValueError` names a module that the engine has no call for, and leaves
     the policy as it was.
 
     Attributes:
-        modules: Path in `model` -> module that follows, in the model's order, without PEFT's copies of
-            `modules_to_save` for a reference, which follow, too.
+        modules: Path in `model` -> module that follows, in the model's order. PEFT's copies of
+            `modules_to_save` for a reference follow, too, but are not listed.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class OneForward(FollowedAttention, Swapper):
         self.hook.replace(None)
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a copy of a policy has no engine that holds its weights
+        return type(None), ()  # copied or pickled it becomes None: no engine holds the copy's weights
 
     def _follow(self, path: str, module: nn.Module) -> None:
         """Let `module` call the engine, if it computes anything by itself."""
@@ -204,7 +203,7 @@ class OneForward(FollowedAttention, Swapper):
         if isinstance(module, nn.Linear):
             self._swap(path, module, FollowedLinear, **self._linear(name, module))
         elif isinstance(module, ParamWrapper):
-            return  # puts its sums into the module inside, which follows
+            return  # adds to a parameter of the module inside, which follows
         elif isinstance(module, BaseTunerLayer):
             self._swap(path, module, FollowedAdapter)
         elif is_router(module):
@@ -214,18 +213,19 @@ class OneForward(FollowedAttention, Swapper):
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, followed_embedding(module))
         elif is_rotary(module):
-            # One rotary embedding for each type of layers (windowed, global); None where the model has one type
+            # One for each type of layer (windowed, global), and under None for a model that has one type
             types = getattr(module.config, "layer_types", None) or []
             first_layer = {None: 0} | {kind: types.index(kind) for kind in types}
             engine = {kind: kernels.rotary(layer) for kind, layer in first_layer.items()}
             self._swap(path, module, FollowedRotary, engine=engine)
-        elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):
+        elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):  # attention beside MLP
             self._swap(path, module, FollowedParallelLayer)
         elif mlp := mlp_kind(module):
             self._swap(path, module, mlp, engine=kernels.activation(name))
         elif hasattr(module, "sinks"):
             return  # attention, which follows through `AttentionHook`
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
+            # What is left with weights of its own is a norm
             self._swap(path, module, FollowedNorm, engine=kernels.norm(name))
 
     def _linear(self, name: str, module: nn.Linear) -> dict:
@@ -233,8 +233,8 @@ class OneForward(FollowedAttention, Swapper):
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
-        # Layers that the engine fused share one call. Each reads its output once, an adapted layer twice: for its
-        # value, and in PEFT's own forward, which gives the gradient
+        # Layers that the engine fused share one call and read the call's output once each; an adapted one twice: for
+        # its value, and in PEFT's own forward, which gives the gradient
         if engine not in self._calls:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (
@@ -255,7 +255,7 @@ class OneForward(FollowedAttention, Swapper):
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
         swap(module, mixin, one_forward=self, **attributes)
         self._swapped.append(module)
-        if checkpoint_name(path) == without_copies(checkpoint_name(path)):
+        if checkpoint_name(path) == without_copies(checkpoint_name(path)):  # not one of PEFT's copies
             self.modules[path] = module
 
 
@@ -278,7 +278,7 @@ def mlp_kind(module: nn.Module) -> type | None:
 
 
 def followed_embedding(module: nn.Embedding) -> type:
-    """Return the class that follows for an embedding. `ValueError` if its forward is not known."""
+    """Return the class to mix into an embedding. `ValueError` if its forward is not known."""
     if type(module).forward is nn.Embedding.forward:
         return FollowedEmbedding
     if type(module).__name__.endswith("ScaledWordEmbedding"):

@@ -1,12 +1,12 @@
-"""The linear layers of a CPU engine: no other row of a batch changes a bit, and weights stay as they were loaded.
+"""Linear layers of a CPU engine: a row's bits do not depend on the batch, and weights stay as they were loaded.
 
 vLLM's own kernels for block-FP8 need AMX or leave activations unquantized. Those for unquantized layers pack weights
 for the host's instruction set: a sync could not write there, nor an audit read back. And all of them, torch's too, add
 in FP32 in an order that depends on the number of rows, on shards and on the host.
 
-Here every product is added in FP64. Two orders of one sum then differ by 2^-53 of its terms, and a BF16 number's
-neighbours are 2^-8 apart: that the rounding shows the order takes a sum that close to a tie, one in 2^40. Products of
-BF16 numbers are exact in FP64, and as long as they span less than 2^25 so are their sums.
+Here every product is added in FP64. Two orders of one sum then differ by 2^-53 of its terms, while neighbouring BF16
+numbers are 2^-8 apart: the order shows after rounding only if the sum is that close to a tie, one in 2^40. Products of
+BF16 numbers are exact in FP64, and so are their sums, as long as the products span less than 2^25.
 
 Weights are converted in blocks that stay in a core's cache: a decode step reads the BF16 weights once, as it did
 before, and a vocabulary of 150,000 needs no FP64 copy.
@@ -29,11 +29,11 @@ from trl_fp8.quantization.codec.e4m3 import e4m3_values
 from trl_fp8.upstream.patches import patch
 
 
-BLOCK_BYTES = 2 * 2**20  # of FP64 weights; larger ones leave the second cache of a core
+BLOCK_BYTES = 2 * 2**20  # of FP64 weights; larger blocks do not fit a core's L2 cache
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """`x @ weight.T + bias` with x `[..., K]`, weight `[N, K]` and bias `[N]`, rounded once, to `dtype` or x's."""
+    """Return `x @ weight.T + bias` of x `[..., K]`, weight `[N, K]` and bias `[N]`, rounded once to `dtype` or x's."""
     rows = _rows_per_block(weight)
     # slices, because a compiler cannot trace `split` of vLLM's parameters
     blocks = [weight[start : start + rows] for start in range(0, len(weight), rows)]
@@ -41,10 +41,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
 
 
 def _added_wide(x: Tensor, weights: Iterable[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x `[..., K]` through `weights`, blocks `[n, K]` of rows, and `bias` over all of them -> `[..., N]`."""
+    """Return `linear` `[..., N]` of x `[..., K]`, with a weight in blocks of rows `[n, K]`."""
     wide, parts, start = x.double(), [], 0
     for rows in weights:
-        part, stop = wide @ rows.double().T, start + len(rows)
+        stop = start + len(rows)
+        part = wide @ rows.double().T
         parts.append((part if bias is None else part.add_(bias[start:stop])).to(dtype))
         start = stop
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -80,7 +81,7 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # as before vLLM's CUTLASS kernel; one scale per batch, which it has on CPU, no trainer could follow
+        # per token, as before vLLM's CUTLASS kernel; vLLM's default on CPU is per batch, which no trainer can follow
         self.quant_fp8 = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
 
     @classmethod
@@ -93,7 +94,8 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
         return _added_wide(e4m3_values(A, As), weights, bias, out_dtype).view(output_shape)
 
 
-def _scaled_fp8_quant(values: Tensor, scale: Tensor, *_unused, **_given) -> tuple[Tensor, Tensor]:
+def _scaled_fp8_quant(values: Tensor, scale: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+    """Quantize with `scale`, in place of vLLM's function of this name; ignores its other arguments."""
     return (values.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
