@@ -1,11 +1,10 @@
-"""The trained model: inside its wrappings, as its own reference, started from a quantized checkpoint; its processor.
+"""The trained model: inside its wrappers, as its own reference, loaded from a quantized checkpoint; its processor.
 
-From an FP8 checkpoint such as Qwen3-8B-FP8, or GPT-OSS with its experts in MXFP4, a policy is trained, and saved, in
-high precision. transformers 5.17 would keep weights that cannot be trained on a GPU, and dequantizes on CPU. Either
-way it remembers how the weights were converted and undoes that in `save_pretrained`: to FP8 it quantizes every
-matrix, embeddings and output head included, of MXFP4 it writes the experts of one layer, under no name of the model;
-and it drops `quantization_config`, so that the saved model loads as noise. Experts from MXFP4 are in BF16, whatever
-dtype was asked for.
+A policy that starts from an FP8 checkpoint such as Qwen3-8B-FP8, or from GPT-OSS with its experts in MXFP4, is trained
+and saved in high precision. transformers 5.17 keeps weights on a GPU that cannot be trained, and dequantizes on CPU.
+Either way it undoes its conversion in `save_pretrained`. To FP8 it quantizes every matrix, embeddings and output head
+included; of MXFP4 it writes the experts of one layer, under no name of the model. It also drops `quantization_config`,
+so that the saved model loads as noise. Experts from MXFP4 are in BF16, whatever dtype was requested.
 """
 
 from accelerate.utils import is_peft_model
@@ -18,11 +17,11 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import expert_modules
 
 
-_SCALES = "weight_scale_inv", "_scales"  # what names of tensors that a checkpoint holds beside FP8, MXFP4 end with
+_SCALES = "weight_scale_inv", "_scales"  # ends of the names of scales in FP8 and in MXFP4 checkpoints
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside PEFT, DDP or FSDP2 wrappings."""
+    """Return the transformers model inside PEFT, DDP or FSDP2 wrappers."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -30,7 +29,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def is_reference(model: nn.Module) -> bool:
-    """A PEFT policy is its own reference while adapters are disabled, or TRL's `ref` adapter is active."""
+    """Return whether a PEFT policy is its own reference now: adapters are off, or TRL's `ref` adapter is active."""
     if not is_peft_model(model):
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -102,10 +101,10 @@ def in_high_precision(model: nn.Module) -> None:
 
 
 def make_lists(processor: ProcessorMixin) -> None:
-    """From now on `processor` makes a tensor of several prompts only where it is asked for one.
+    """Make `processor` return several prompts as lists from now on, unless a call asks for tensors.
 
-    TRL 1.16 tokenizes prompts of many lengths at once, as lists. Some processors, as Mistral 3's, make one tensor of
-    them unless they are told otherwise, and TRL has no way to say so.
+    TRL 1.16 tokenizes prompts of many lengths at once, as lists. Some processors, such as Mistral
+    3's, return one tensor by default, and TRL has no way to change that.
     """
     options = getattr(processor, "valid_processor_kwargs", None)
     defaults = getattr(options, "_defaults", {})

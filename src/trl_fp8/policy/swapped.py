@@ -9,8 +9,8 @@ large GEMM.
     forward    y = engine(x)                                  on the engine's tensors; x is all that is kept
     backward   d policy(x, parameters) / d (x, parameters)    of the policy's own, unquantized computation, in FP32
 
-The backward computes the policy's forward once more. For norms, rotary embeddings and activation functions that is
-cheap, experts have nothing cheaper; linear layers, attention and the output head have backwards of their own.
+The backward computes the policy's forward once more. That is cheap for norms, rotary embeddings and activation
+functions, and experts have nothing cheaper. Linear layers, attention and the output head have their own backwards.
 
 The output head is the one place where log-probs are made, by TRL's fused function or by another (`scored_by`). TRL's
 never makes the logits of all tokens at once: it projects and folds them tile by tile. What scores in its place does
@@ -33,7 +33,7 @@ from torchao.quantization import Float8Tensor
 from trl_fp8.upstream.patches import substituted
 
 
-TOKENS = 256  # whose logits over the whole vocabulary are held at a time
+TOKENS = 256  # whose logits over the whole vocabulary are in memory at a time
 
 # The policy's weight `[V, K]` and bias `[V]` or None -> what makes logits `[T, V]` of hidden states `[T, K]`
 Logits = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
@@ -44,8 +44,8 @@ class HoldsCodes:
     """Mixed into the class of a linear layer, or of all experts of a layer, that holds no weight: it computes with its
     FP8 codes, which an engine keeps.
 
-    Experts have `dequantized`, too, with the arguments of their forward: what they compute with weights that are
-    dequantized for the call, in the dtype of the hidden states.
+    Experts also have `dequantized`, their forward with weights that are dequantized for the call, in the dtype of the
+    hidden states.
     """
 
     codes: Float8Tensor | dict[str, Float8Tensor] | None  # of experts by parameter; None until the engine holds them
@@ -60,7 +60,7 @@ class Swapper:
 
 
 def release(model: nn.Module) -> None:
-    """Turn back what a `Swapper` swapped: a trainer before this one left a policy that computes as its engine."""
+    """Undo what a `Swapper` of an earlier trainer left in the policy, which would compute as that trainer's engine."""
     for module in list(model.modules()):
         for swapper in [value for value in vars(module).values() if isinstance(value, Swapper)]:
             swapper.remove()
@@ -87,7 +87,7 @@ def _swapped(mixin: type, cls: type[nn.Module], attributes: tuple[str, ...]) -> 
 
 
 def _as_before(module: nn.Module, protocol: int) -> tuple:
-    """Copies and pickles of a module are what it was: its weights are an engine's or a sync's, theirs are not."""
+    """Copy or pickle a module as the class that it was: the copy's weights are not those of an engine."""
     cls = type(module)
     return _empty, (cls.before,), {name: value for name, value in vars(module).items() if name not in cls.attributes}
 
@@ -164,5 +164,5 @@ class _WithValue(torch.autograd.Function):
 
 
 def scored_by(head: object) -> AbstractContextManager[None]:
-    """Let `head` score inside the block, in place of TRL's function, of which `apply` is all that is called."""
+    """Let `head` score inside the block in place of TRL's function, of which only `apply` is called."""
     return substituted(trl_utils, "_ChunkedLogProbFunction", head)

@@ -1,7 +1,7 @@
 """The table of model types: one row each, and the only place that names them.
 
 A row stands under the `model_type` of transformers' config. A vision-language model has two, that of the whole config
-and that of its language model. The type of the whole says what was tested and exported, the other one the rest.
+and that of its language model. The row of the whole says what was tested and exported, the other row the rest.
 Versions that were read: transformers 5.17, vLLM 0.31 and TRL 1.16. `tests/engine/test_servable.py` holds the rows to
 vLLM's classes, `tests/recipe/test_families.py` to transformers'.
 """
@@ -27,7 +27,7 @@ class Family:
     tested: bool = True  # tiny policies of this type went through a whole run (testing/matrix)
     refused: str = ""  # why no engine can serve it, where names do not say so; empty: nothing is known against it
     by_transformers: bool = False  # vLLM has no class of its own and serves it by transformers' modeling code
-    activations: tuple[str, ...] = ()  # that vLLM's class computes: it refuses others, or computes SiLU; empty: any
+    activations: tuple[str, ...] = ()  # vLLM's class computes these: it refuses others, or computes SiLU; empty: any
     one_window: bool = False  # vLLM's class gives all layers one sliding window, or none
     sees_images_whole: bool = False  # tokens of an image attend to all of it, which FlashAttention 3 cannot mask
     sinks: bool = False  # its attention may have sinks
@@ -43,7 +43,7 @@ class Family:
     engine_fields: Callable[[Config], Fields] = _none  # fields that the engine needs in its config, see below
 
 
-# `engine_fields`: vLLM's classes read these fields, transformers' classes compute the same whatever a config says.
+# `engine_fields`: vLLM's classes read these fields; transformers' classes compute the same whatever a config says.
 # Checkpoints of the Hub have them; a config made in memory may lack them or contradict them. The policy computes as
 # transformers does. Without `moe_router_dtype` vLLM would round the logits of routers to BF16.
 
@@ -100,7 +100,7 @@ FAMILIES = {
     "apertus": Family(activations=("xielu",)),
     "arcee": Family(activations=("relu2",)),
     "axk1": _refused("vLLM holds its norms behind experts under another name"),
-    # On CUDA: `layer_norm_func` in vLLM's `commandr`, no operation that has providers
+    # On CUDA its norm is `layer_norm_func` of vLLM's `commandr`, an operation without providers
     "cohere": Family(followed=True, compiled_on_cuda="norms for one row apart from those for many"),
     "cohere2": Family(),
     "cohere2_moe": Family(),

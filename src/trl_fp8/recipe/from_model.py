@@ -33,7 +33,7 @@ def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
         return outline_of(empty)
     except OSError:
         raise
-    except Exception as error:  # any: fields of a config are not checked before a class of transformers uses them
+    except Exception as error:  # of any kind: nothing checks a config's fields before transformers uses them
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"transformers makes no causal language model of {model!r} ({type(error).__name__}: {reason}). Check its "

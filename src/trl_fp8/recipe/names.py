@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
 # vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of REPLICATED.
-REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
+REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into the latents that all heads share
 MLA = (*REPLICATED, "kv_b_proj")
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -33,11 +33,11 @@ FUSED = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),  # of Qwen3.5's linear attention
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-GATE_UP = "input_linear"  # Granite's of shared experts, gate and up; nothing is called gate_proj or up_proj there
+GATE_UP = "input_linear"  # gate and up of Granite's shared experts, which have no gate_proj and up_proj
 COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj", GATE_UP)
 ROW_PARALLEL = ("o_proj", "down_proj", "output_linear")
-LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large ones; the last is row parallel
-PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the ranks by itself
+LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # the large ones; the last is row parallel
+PARTS = {"in_proj_qkv": 3}  # parts of a checkpoint's tensor, each sharded by itself
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def without_copies(name: str) -> str:
-    """Return the name without PEFT's `modules_to_save`: that of the module of which it has an original and copies."""
+    """Return the name without PEFT's `modules_to_save`: that of the module whose original and copies PEFT keeps."""
     return _COPY.sub("", name)
 
 

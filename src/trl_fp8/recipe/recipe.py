@@ -103,7 +103,7 @@ class FP8Recipe:
         return tuple(weight for weight in weights if weight in self.fp8_tensors) or (name,)
 
     def keeping(self, modules: Iterable[str], reason: str) -> "FP8Recipe":
-        """Return this recipe with FP8 `modules`, and the layers that vLLM fuses with them, in high precision, too."""
+        """Return this recipe with `modules`, and the layers that vLLM fuses with them, in high precision."""
         reasons = dict.fromkeys(modules, reason)
         for name in list(reasons):
             for peer in set(_fused_with(name)).intersection(self.fp8_modules) - reasons.keys():
@@ -132,8 +132,8 @@ class FP8Recipe:
         """Return the checkpoint's `quantization_config` for vLLM's `Fp8Config`; None if nothing is FP8."""
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
-        # Also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales.
-        # By both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
+        # Also if only the KV cache is FP8: without this config vLLM's attention has no loadable q, k and v scales.
+        # Modules are listed by both names, because vLLM's MiniMax-M2 looks them up by the policy's
         ignored = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
         if family_of(self.model_type).fuses_unsaid:
             ignored |= dict.fromkeys(map(fused_name, ignored))
@@ -296,7 +296,7 @@ def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, floa
     if kind in REPLICATED:
         return [(rows, columns)]
     if kind in LINEAR_ATTENTION:
-        values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows  # as many as of z
+        values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows  # as many rows as z
         keys = [(rows - values) / 2] * 2 if kind in PARTS else []
         return [(part / tp_size, columns) for part in (*keys, values)]
     kinds = FUSED.get("gate_up_proj" if kind == GATE_UP else kind, (kind,))

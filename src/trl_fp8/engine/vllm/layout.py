@@ -1,8 +1,8 @@
 """The `Layout` of a vLLM engine, read off its modules once.
 
 vLLM fuses q, k, v into one parameter and gate, up into another, gives each tensor parallel rank its part of rows or
-columns (of experts: the same part of each), and pads the vocabulary. Of the weight that expands MLA's latent it keeps
-two parts in its own order, for decoding: they are made anew of what a sync wrote.
+columns (of experts: the same part of each), and pads the vocabulary. For decoding it keeps
+two parts of the weight that expands MLA's latent in an order of its own: they are computed from what a sync wrote.
 """
 
 from collections.abc import Collection, Iterator
@@ -38,18 +38,18 @@ SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module it
 
 
 class Added(nn.Module):
-    """Base of layers that a part of the engine puts into vLLM's model, and that the policy's own names do not tell."""
+    """Base of layers that a part of the engine adds to vLLM's model. The policy has no names for them."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the places of its tensors with the names under which they are sent."""
+        """Yield the places of its tensors, by the names under which a sync sends them."""
         raise NotImplementedError
 
 
 def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collection[str] = ()) -> Layout:
-    """Layout of an engine's model. `linears` and `buffers`: the policy's, by the engine's names. Projections that are
-    one linear in the policy, too, are one piece; buffers may be buffers here, too. Without `Added` layers.
+    """Return the layout of an engine's model, without `Added` layers.
 
-    `ValueError` if a kernel rearranges what it is given, so that no sync could write there.
+    `linears` and `buffers` are the policy's, by the engine's names. Projections that are one linear in the policy are
+    one piece. `ValueError` if a kernel rearranges its tensors, so that no sync could write there.
     """
     pieces, seen, packed = [], set(), set()
     for prefix, module in model.named_modules():
@@ -153,8 +153,8 @@ def _splits_equal_parts(rows: Span | Joined | None, module: nn.Module) -> bool:
 
 
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:
-    """w13 `[E, 2I, K]` and w2 `[E, K, I]`, or their scales: this rank has its part of I of every expert. Their biases
-    are `[E, 2I]` and `[E, K]`: the first rank adds that of w2.
+    """Return the piece of w13 `[E, 2I, K]`, w2 `[E, K, I]` or their scales: this rank's part of I of every expert.
+    Biases are `[E, 2I]` and `[E, K]`; only the first rank adds that of w2.
     """
     fused, _, kind = attribute.partition("_")
     kind = f"_{kind}".removeprefix("_weight")
@@ -174,8 +174,8 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
 
 
 def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Piece:
-    """`W_UK_T` `[H, D, R]` and `W_UV` `[H, R, D]`, of H heads, D their size and R the latent's. Unquantized they are
-    views of kv_b_proj's own memory, so that a checksum reads them in that order.
+    """Return the piece of `W_UK_T` `[H, D, R]` or `W_UV` `[H, R, D]`, with H heads of size D and a latent of size R.
+    Unquantized ones are views of kv_b_proj's own memory: a checksum reads them in that order.
     """
     if attribute not in ("W_UK_T", "W_UV"):
         raise RuntimeError(f"vLLM derives {prefix}.{attribute}, of which is not known how. {REMEDY}.")

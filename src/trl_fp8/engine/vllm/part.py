@@ -1,11 +1,11 @@
-"""`EnginePart`: what a feature needs of a vLLM engine. The engine knows no feature, it knows parts. And `RolloutLog`.
+"""`EnginePart`: what a feature needs of a vLLM engine, which knows parts but no features. And `RolloutLog`.
 
-    start        arguments(platform, recipe, config, user)    what vLLM is told besides; `ValueError` refuses
+    start        arguments(platform, recipe, config, user)    further arguments for vLLM; `ValueError` refuses
                  with starting(platform, recipe):             what is in force while the engine is made
                      vllm.LLM(...)                            explain(error), if it raises
-                 started(generation)                          `generation.llm` is there: check it, watch it
-                 weights(generation), carried(generation)     `generation.engine` is there: what will its syncs send?
-                 ready(generation)                            `generation.delivery` is there, and the policy is not yet
+                 started(generation)                          `generation.llm` exists: check it, watch it
+                 weights(generation), carried(generation)     `generation.engine` exists: what will its syncs send?
+                 ready(generation)                            `generation.delivery` exists, the policy was not sent yet
     each sync    synced(generation)                           the engine holds the policy, nothing was sampled from it
     generation   begin()                                      before the calls of one generation
                  generated(outputs)                           after each of them
@@ -35,7 +35,7 @@ from .rollout_llm import RolloutListener
 
 
 class EnginePart(RolloutListener):
-    """Base of all parts. Each method does nothing by itself."""
+    """Base of all parts. Each method does nothing by default."""
 
     batch_invariant: bool = False  # FP8 linears must run on a kernel that gives a row the same bits in every batch
     kernels: EngineKernels | None = None  # for a policy that calls them or is compared with them; from `ready` on
@@ -64,16 +64,16 @@ class EnginePart(RolloutListener):
         return None
 
     def ready(self, generation: Generation) -> None:
-        """Send what is sent once, and read of the engine what features follow."""
+        """Send what the engine gets only once, and read from it what features follow."""
 
     def synced(self, generation: Generation) -> None:
-        """Try what only an engine with weights can show. `RuntimeError` on all ranks if it does not hold."""
+        """Check what only an engine with weights can show. `RuntimeError` on all ranks if it fails."""
 
 
 @dataclass
 class RolloutLog(EnginePart, ABC):
-    """A part of an engine that takes notes on everything generated since `begin`. They are found again by token ids: a
-    trainer gets those, no request.
+    """A part that takes notes on everything generated since `begin`, and looks them up by token ids: a trainer gets
+    these, and not the requests.
     """
 
     source: Callable[[list[RequestOutput]], list] | None = None  # requests of one call -> a note on each

@@ -1,8 +1,8 @@
 """`Platform`: vLLM's arguments on any device, and what CUDA and CPU add to them.
 
 The engine starts from dummy weights with the recipe's `quantization_config` in the model's config: TRL syncs the whole
-policy before the first rollout. Kernels and attention backend are pinned, because vLLM's own choice takes some whose
-weights or scales could not be written in place. Those of linears are chosen by what they do on the device (gemms.py).
+policy before the first rollout. Kernels and attention backend are pinned, because vLLM might choose some whose
+weights or scales cannot be written in place. Kernels of linears are checked and timed on the device (gemms.py).
 """
 
 import hashlib
@@ -32,9 +32,9 @@ from .environment import classes_derived, configs_kept, environment_kept
 
 NAME = "trl_fp8"  # this package, as an entry of vLLM's `additional_config` and a provider of its IR operations
 NORMS = "rms_norm", "fused_add_rms_norm"
-# Passes of vLLM's compiler that put such an operation into one kernel with its neighbours
+# Passes of vLLM's compiler that fuse such an operation with its neighbours
 FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_qk_norm_rope_fusion"
-# Elements of a latent without its rotated rest: of as many, FP8 tiles fit into the smaller blocks of Ada and of 12.x
+# The largest latent, without its rotated part, whose FP8 tiles fit into the shared memory of Ada and of 12.x
 LATENT_IN_99_KIB = 256
 BLOCK = 128  # tokens per KV cache block on CPU
 
@@ -43,10 +43,10 @@ BLOCK = 128  # tokens per KV cache block on CPU
 class SeparateKernels:
     """Settings under which vLLM runs each operation as a kernel of its own, and rounds where that kernel does.
 
-    Left to itself, vLLM lets Inductor or a fused kernel compute a residual sum and its norm, SiLU and product, or a
-    rotary embedding in one go, and nobody outside has anything to call that gives those bits. A custom operation is
-    opaque to the compiler, so that the separate kernels run, a few more per layer; in what Inductor still fuses, such
-    as residual sums, `emulate_precision_casts` keeps the roundings of BF16 arithmetic.
+    By default vLLM lets Inductor or a fused kernel compute a residual sum and its norm, SiLU and product, or a rotary
+    embedding at once, and a trainer has no function to call that gives those bits. A custom operation is opaque to the
+    compiler, so the separate kernels run, a few more per layer. Where Inductor still fuses, as in residual sums,
+    `emulate_precision_casts` keeps the roundings of BF16 arithmetic.
     """
 
     norms: str  # provider of vLLM's IR operations `NORMS`
@@ -110,13 +110,13 @@ class Platform(ABC):
         """Return arguments of `LLM(...)` that override TRL's; `ValueError` if the platform cannot run such a recipe.
 
         `recipe` and `config` are the policy's, `max_num_seqs` and `max_model_len` as TRL sets them; None is the
-        model's own context length. `user`: `vllm_engine_kwargs`, which win over what is pinned, setting by setting.
+        model's own context length. `user`: `vllm_engine_kwargs`, which override pinned settings one by one.
         """
         user = user or {}
         arguments = {"load_format": "dummy", "dtype": "bfloat16", "additional_config": traced()}
-        # vLLM would make dummy weights of what it normalizes images with; the trainer's processor normalizes already
+        # vLLM would fill its image normalization with dummy weights; the trainer's processor normalizes already
         arguments["mm_device_do_normalize"] = False
-        # Also where nothing is FP8: the folder's config may say how its own weights are quantized
+        # Set also if nothing is FP8: the folder's config may say how its own weights are quantized
         text = config.get_text_config()
         fields = family_of(text.model_type).engine_fields(text.to_dict())
         arguments["hf_overrides"] = fields | {"quantization_config": recipe.quantization_config}
@@ -146,7 +146,7 @@ class Platform(ABC):
 
 @dataclass(frozen=True)
 class Cuda(Platform):
-    """An NVIDIA GPU of one generation: vLLM's own kernels, those whose tensors a sync can write and read back."""
+    """An NVIDIA GPU of one generation, with those of vLLM's kernels whose tensors a sync can write and read back."""
 
     capability: tuple[int, int]  # e.g. (9, 0)
     flash_attention: int | None = None  # the version that vLLM runs on it; None: none
@@ -175,7 +175,7 @@ class Cuda(Platform):
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
         if recipe.decoder == WRAPPED and family_of(config.model_type).sees_images_whole:
             attention = "TRITON_ATTN"
-        if latent := getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query
+        if latent := getattr(config, "kv_lora_rank", None):  # the MLA backend that rounds no query
             attention = "TRITON_MLA"
             if recipe.fp8_kv_cache and latent > LATENT_IN_99_KIB and major in (8, 12):
                 raise ValueError(
@@ -183,7 +183,7 @@ class Cuda(Platform):
                     f"GPU of compute capability {major}.{minor}: vLLM's kernel for FP8 latents (TRITON_MLA) needs 100 "
                     "KiB of shared memory for a block, the GPU has 99. BF16 latents fit: set kv_cache_dtype='auto'."
                 )
-        # FlashInfer, again, keeps a copy of attention sinks
+        # FlashInfer also keeps a copy of attention sinks
         pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
         arguments = {"attention_backend": attention} if pinned else {}
         # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
@@ -204,7 +204,7 @@ class Cpu(Platform):
 
     @contextmanager
     def _kernels_ready(self) -> Iterator[None]:
-        # They import what vLLM builds for CPU alone
+        # These modules import what only vLLM's CPU build has
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         from .cpu.delta_net import register_cpu_delta_net
@@ -233,11 +233,11 @@ class Cpu(Platform):
         block = BLOCK * max(1, -(-state // (BLOCK * token)))  # vLLM: no state is larger than a block
         blocks = -(-(length or config.max_position_embeddings) // block) + 1
         per_seq = sum(block * token * (blocks if cache.elements else 2) for cache in caches)
-        # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
+        # All sequences at full length, but at most 2 GiB, or the one sequence that vLLM insists on
         budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
         arguments = {"enforce_eager": True, "kv_cache_memory_bytes": budget} | CPU_KERNELS.arguments()
-        # States are those of single tokens (cpu/delta_net.py): BF16 would round each. vLLM keeps some between prompts,
-        # each as large as a block
+        # The state changes at each token (cpu/delta_net.py): BF16 would round it each time. Prefix caching would keep
+        # states, each as large as a block
         hybrid = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if state else {}
         latent = {"attention_backend": "CPU_MLA"} if caches[0].is_latent else {}
         return arguments | hybrid | latent
@@ -268,12 +268,12 @@ def _merged(settings: dict, overrides: dict) -> dict:
 
 
 def traced(**further: object) -> dict[str, dict]:
-    """Return `additional_config` for `vllm.LLM(...)`; `further`: what else of this run the traced code depends on.
+    """Return `additional_config` for `vllm.LLM(...)`; `further`: other settings that the traced code depends on.
 
-    vLLM looks for compiled code under a hash of its environment variables, its config and the model's class, and does
-    not trace the model again where it finds some. Kernels and layers of ours that are registered in place of vLLM's
-    change what is traced and stand in none of these. `additional_config` is hashed, and nobody reads this entry. A
-    part that changes what is traced adds to it.
+    vLLM looks for compiled code under a hash of its environment variables, its config and the model's class. If it
+    finds some, it does not trace the model again. This package's kernels and layers change what is traced, and none of
+    these mentions them. `additional_config` is hashed, and vLLM does not read this entry. A part that changes what is
+    traced adds to it.
     """
     return {NAME: {"source": _source(), **further}}
 

@@ -5,9 +5,9 @@ with a sync. Between batches of an evaluation and turns of a conversation weight
 them to host memory and back. If a trainer computes with the engine's weights (`share_weights`), they stay where
 they are, and only the KV cache is freed.
 
-vLLM samples with global generators, which it seeds by the rank alone: with torch's on CPU and in its first model
-runner; in its second (CUDA) NumPy's gives each request a seed. Reward functions and dropout draw from both,
-too, and ranks that share an engine have to draw the same tokens, or they wait for each other for ever. So each call
+vLLM samples with global generators, which it seeds by the rank alone: torch's on CPU and in its first model runner;
+in its second one (CUDA) NumPy's seeds each request. Reward functions and dropout draw from both as well, but ranks
+that share an engine have to draw the same tokens, or they wait for each other forever. So each call
 starts both generators from the run's seed, the engine's rank, the step and the number of the call.
 """
 
@@ -36,17 +36,17 @@ def generators_seeded(*seed: int) -> Iterator[None]:
 
 
 class RolloutListener:
-    """Base of parts that `RolloutLLM` tells of its start and its generations. Each method does nothing by itself."""
+    """Base of parts that `RolloutLLM` notifies of its start and its generations. Methods do nothing by default."""
 
     def explain(self, error: ValueError) -> ValueError | None:
-        """Return an error that names this feature's flag because of which vLLM did not start; None if unrelated."""
+        """Return an error that names this feature's flag if it kept vLLM from starting; None if unrelated."""
         return None
 
     def begin(self) -> None:
-        """Forget what was noted of the last generation."""
+        """Forget the notes on the last generation."""
 
     def generated(self, outputs: list[RequestOutput]) -> None:
-        """Note what one call of the engine tells of its rollouts."""
+        """Take notes on the rollouts of one call of the engine."""
 
 
 class Weights(Enum):
@@ -65,17 +65,17 @@ class RolloutLLM(LLM):
     an engine.
     """
 
-    keep_weights = False  # they will be needed again as they are
+    keep_weights = False  # the next generation needs the same weights
     _weights = Weights.AWAKE
     _weights_shared = False  # the trainer computes with them
-    # The run's seed, its step, and 1 if it trains. A resumed run has these, too, and so samples as without a break.
-    # None leaves the global generators as they are
+    # The run's seed, its step, and 1 if it trains. A resumed run has the same ones, so it samples as an
+    # uninterrupted run does. None leaves the global generators as they are
     occasion: tuple[int, int, int] | None = None
     _calls: Mapping[tuple[int, int, int], int] = {}  # occasions of the latest step -> calls of `generate`
 
     def __init__(self, *, parts: Sequence[RolloutListener] = (), **kwargs):
         self._parts, self._seed = parts, kwargs.get("seed") or 0
-        # To abort requests in a sleep, vLLM's default, would fail: with routes it refuses to reset its prefix cache
+        # vLLM aborts requests before it sleeps, which fails with routes: it refuses to reset its prefix cache
         self._keeps_requests = bool(kwargs.get("enable_return_routed_experts"))
         try:
             super().__init__(**kwargs)
@@ -86,7 +86,7 @@ class RolloutLLM(LLM):
             raise
 
     def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
-        """Note what the next generation is for, and forget what was noted of the last one."""
+        """Set the occasion of the next generation, and forget the notes on the last one."""
         self.occasion, self.keep_weights = occasion, keep_weights
         for part in self._parts:
             part.begin()
@@ -108,7 +108,7 @@ class RolloutLLM(LLM):
         return generators_seeded(self._seed, *self.occasion, calls[self.occasion])
 
     def prefill(self, tokens: list[int], prompt_logprobs: int | None = None) -> RequestOutput:
-        """Compute the layers for a sequence, all of it in one go. No rollout: parts are not told."""
+        """Run a whole sequence through the layers at once. It is no rollout: parts are not notified."""
         # top_k: an engine that returns the tokens it draws from needs a bound on their number
         parameters = SamplingParams(
             max_tokens=1, top_k=1, skip_reading_prefix_cache=True, prompt_logprobs=prompt_logprobs

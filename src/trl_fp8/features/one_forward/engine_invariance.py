@@ -118,7 +118,7 @@ def invariant_on_cuda() -> Iterator[None]:
 
     register_cuda_norms()
     pin_tiles()
-    # `init_batch_invariance` does what else belongs to vLLM's switch. It is left out, because it changes the whole
+    # vLLM's switch also calls `init_batch_invariance`. It is left out here, because it changes the whole
     # process, the trainer too: NCCL gets one channel and one thread, and softmax, mean and bmm of torch are replaced.
     # An engine on one rank does not communicate, and calls none of these functions. One part of it is done here: it
     # switches ahead-of-time compilation off. A user's own setting of the switch stays; `Invariance.require` names it
@@ -152,7 +152,7 @@ def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], 
 
 
 def require_invariant_routers(model: nn.Module) -> None:
-    """Raise `ValueError` if a router of the engine takes its kernel by the number of tokens, whatever the switch."""
+    """Raise `ValueError` if a router of the engine chooses its kernel by the number of tokens, despite the switch."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, GateLinear):

@@ -1,7 +1,7 @@
-"""Each module of a policy that follows an engine, on one input: its own forward, and what the engine computes.
+"""Comparison of each module's own forward with what the engine computes, in a policy that follows the engine.
 
-A comparison gets the module, `own`, which is the forward that transformers wrote for it, the arguments of a call, and
-the engine's output. While it runs, the policy does not follow. Both outputs may differ by what rounding explains. BF16
+A comparison gets the module, its forward by transformers (`own`), the arguments of a call, and the engine's output.
+While it runs, the policy does not follow. Both outputs may differ by what rounding explains. BF16
 keeps 8 significant bits and e4m3 keeps 4. Rounding to nearest moves a value by half a step at most:
 
     |round(v) - v|  <=  u |v|        u = 2^-8 (BF16), 2^-4 (e4m3)
@@ -36,7 +36,7 @@ U8, U16 = 2.0**-4, 2.0**-8
 SMALL = 2.0**-13  # of the largest value: a value of this size or less is rounded like one of this size
 ROWS = 1024  # of a weight that are squared at a time
 TINY = 2.0**-20  # mean square of rows that show a norm's eps
-DRAWS = 4  # of directions in which the input of experts is moved
+DRAWS = 4  # number of directions in which the input of experts is moved
 
 
 class Findings:
@@ -264,8 +264,8 @@ def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -
 def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
     """Return the bound `[T]` on the norm of a token's errors, for experts: two products with a function between them.
 
-    `responses_DTK` says by how much the output changes where each input moves by `u`, up or down by chance, D times.
-    Four operands are rounded: input, both weights, and what is between them. Each has an effect like the input's, and
+    `responses_DTK` are D changes of the output, each after every input moved by `u`, up or down at random. Four
+    operands are rounded: input, both weights, and the activation between them. Each has an effect like the input's, and
     the squares of four independent effects add up to the square of twice one.
     """
     response_T = responses_DTK.double().square().sum(-1).mean(0).sqrt()
