@@ -1,12 +1,12 @@
-"""A hook on the policy's attention: it sees q, k, v where the KV cache does, and hands on what that would hold.
+"""A hook on the policy's attention: it sees the q, k, v that a KV cache gets, and passes on what the cache would hold.
 
 transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
-caches. The hook sits in front of that function, and what is in brackets is plugged in from outside:
+caches. The hook sits in front of that function; parts in brackets are plugged in from outside:
 
     q, k, v  ->  [observer]  ->  [round trip under scales]  ->  attention, or [replacement]  ->  [watcher]
 
-MLA caches the latent, with the rotated key, that its k and v are expanded from. There the hook also sits in front of
-the expansion; the observer gets the latent as k and as v, and its round trip is under k's scale.
+MLA caches a latent and the rotated part of the key, from which it expands k and v. There the hook also sits in front
+of the expansion: the observer gets the latent as k and as v, and its round trip is under k's scale.
 
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
 hook; eager attention has no entry in transformers' table and gets one of our own.
@@ -67,7 +67,7 @@ class Replacement(Protocol):
 
 
 class AttentionHook:
-    """Installed on a policy, in whatever wrappings, until `remove`. Without anything plugged in it does nothing."""
+    """A hook that stays on a policy, in any wrappers, until `remove`. With nothing plugged in it does nothing."""
 
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
@@ -84,8 +84,8 @@ class AttentionHook:
         self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
         self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until it attends
         decoder = self.base.get_decoder()
-        # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
-        # layer that calls no registered function is not hooked, and calibration then raises for it by number.
+        # Modules that transformers passes to the attention function, or to the cache, have this attribute. A layer
+        # that calls no registered function is not hooked, and calibration then raises an error with its number.
         self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
         self.implementation = self._used
         self._hooked = EAGER if self.implementation == "eager" else self.implementation
@@ -97,7 +97,7 @@ class AttentionHook:
             setattr(module, _HOOK, self)
             if hasattr(module, "expand_kv"):
                 module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
-        # A vision-language model makes other masks of the mask of padding before it calls its decoder
+        # A vision-language model turns the padding mask into other masks before it calls its decoder
         note = self.base.base_model.register_forward_pre_hook(self._note_padding, with_kwargs=True)
         self._handles = note, decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -146,7 +146,7 @@ class AttentionHook:
 
     def simulate(self, scales_L3: Tensor | None) -> None:
         """Let attention see k and v as an FP8 cache under these scales holds them; None: as they are."""
-        # in force until the backward is through: gradient checkpointing runs the forward again in it
+        # stays set until the backward ends: gradient checkpointing runs the forward again in it
         self.scales_L3 = scales_L3
 
     def remove(self) -> None:
@@ -237,9 +237,9 @@ class AttentionHook:
         idle = not (self._aligned or self._is_replaced) and self.scales_L3 is None and self.observation is None
         if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
             return args, kwargs | options
-        # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
-        # mind a shift, but RoPE turns k by it: its largest element is another one, and e4m3 rounds it to other bytes.
-        # Of a mask that covers cached tokens, too, the last positions are those of this forward
+        # The trainer pads on the left, and transformers counts positions from the first padding. Attention itself is
+        # invariant to a shift, but RoPE turns k by it: k gets another largest element, and e4m3 other bytes. If the
+        # mask also covers cached tokens, the last positions are those of this forward
         positions = (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
         return args, kwargs | options | {"position_ids": positions}
 
@@ -258,8 +258,8 @@ class AttentionHook:
 
 
 def hook_of(model: nn.Module) -> AttentionHook:
-    """Return the hook of a policy: the one that is installed on it, else a new one; a new one, too, after the policy's
-    attention implementation changed.
+    """Return the hook installed on a policy; a new one if there is none, or if the policy's attention implementation
+    has changed.
     """
     installed = (getattr(module, _HOOK, None) for module in transformers_model(model).get_decoder().modules())
     hook = next((hook for hook in installed if hook is not None), None)

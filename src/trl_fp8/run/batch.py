@@ -40,10 +40,10 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric on the host and of all ranks, of one batch, that can be merged with that of another batch.
+    """A metric of one batch over all ranks, on the host, that can be merged with that of another batch.
 
     A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of
-    few tokens as much say as one of many. So a metric keeps the numbers that it is computed from, its parts: two
+    few tokens the same weight as one of many. So a metric keeps the numbers that it is computed from, its parts: two
     metrics merge part by part, and the value is computed when it is logged.
     """
 
@@ -66,17 +66,17 @@ def quotient(numerator: float, denominator: float) -> float:
 
 
 def mean_of(total: float, count: float = 1.0) -> Metric:
-    """Return a mean, weighted by what `count` counts. NaN over nothing."""
+    """Return the mean `total / count`, NaN if `count` is 0. Merged means are weighted by `count`."""
     return Metric((total, count), add, quotient)
 
 
 def highest(value: float) -> Metric:
-    """Return a maximum; -inf is that of nothing, and reads as NaN."""
+    """Return a maximum. -inf means that there was no value, and reads as NaN."""
     return Metric((value,), max, _measured)
 
 
 def lowest(value: float) -> Metric:
-    """Return a minimum; inf is that of nothing, and reads as NaN."""
+    """Return a minimum. inf means that there was no value, and reads as NaN."""
     return Metric((value,), min, _measured)
 
 

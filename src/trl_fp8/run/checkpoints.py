@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-LAST = ("true", "auto")  # what a command line or a file has for the last whole checkpoint
+LAST = ("true", "auto")  # words of a command line or a file for the last whole checkpoint
 
 
 def marker(checkpoint: str | Path) -> Path:
@@ -41,8 +41,8 @@ def checkpoints(output_dir: str | Path) -> tuple[list[Path], list[Path]]:
 def checkpoint_to_resume(output_dir: str | Path, value: str | bool | None) -> str | None:
     """Return the folder that a value of `resume_from_checkpoint` means; None to start from the beginning.
 
-    True, "true" and "auto" mean the last checkpoint that was written to its end, if there is one: a job that is
-    submitted again says the same words as the first time. "false" is what a command line has for False.
+    True, "true" and "auto" mean the last checkpoint that was written to its end, if there is one: a job can be
+    submitted again with the same command. "false" is a command line's word for False.
 
     Raises:
         ValueError: A folder that is named is no checkpoint, or was not written to its end.

@@ -98,7 +98,7 @@ def hardware() -> str:
 
 
 def _changed_flags(args: Any) -> dict:
-    """Return the flags that differ from what their defaults came to in this config. No token is among them."""
+    """Return the flags that differ from this config's resolved defaults, without access tokens."""
     unset = object()
     flags = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}
     return {name: value for name, value in flags.items() if value != args.resolved_defaults.get(name, unset)}

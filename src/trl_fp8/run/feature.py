@@ -39,7 +39,7 @@ class FlagGroup:
     """Base of the dataclasses that an FP8 config is made of: one for weights, one for the engine, one for a feature.
 
     The config calls each method of all its groups (config.py), as `Group.method(config)`: `self` is the whole config,
-    TRL's fields included. Each method does nothing by itself.
+    TRL's fields included. Methods do nothing by default.
     """
 
     AS_JSON: ClassVar[tuple[str, ...]] = ()  # flags that a command line gives as JSON
@@ -97,7 +97,7 @@ class FlagGroup:
 
 
 class Feature:
-    """Base of all features, whose hooks do nothing. They stand in the order in which a step comes to them.
+    """Base of all features. Hooks do nothing by default, and are listed in the order of a step.
 
     The trainer calls a hook of all features in the order of features/__init__.py. A feature that is a
     `TrainerCallback`, too, becomes a callback of the trainer.
@@ -113,7 +113,7 @@ class Feature:
         return None
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        """Use the engine, which can say how it computes, and be called."""
+        """Use the started engine: how it computes, and the kernels that can be called."""
 
     def before_generation(self, prompts: list) -> None:
         """Prepare a generation; nothing is tokenized yet."""
@@ -146,7 +146,7 @@ class Feature:
         return nullcontext()
 
     def extend_batch(self, batch: Batch) -> None:
-        """Add to TRL's batch, which is complete, correct it, measure it."""
+        """Add to TRL's complete batch, correct it or measure it."""
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Prepare the forward of a loss."""

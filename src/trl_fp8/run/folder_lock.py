@@ -1,6 +1,6 @@
 """The lock on a run's folder: two runs at once would overwrite each other's checkpoints and mix their logs.
 
-It is a POSIX record lock. It belongs to a process, so that it ends with it, whatever ended it; no child inherits it,
+It is a POSIX record lock: it belongs to a process and ends with it, however the process ends. No child inherits it,
 and trainers of one process, which train one after another, share it.
 """
 
@@ -18,8 +18,8 @@ from accelerate.utils import broadcast_object_list
 
 logger = get_logger(__name__)
 
-FILE = "_run.lock"  # push_to_hub leaves out what begins like this
-_locked: dict[Path, TextIO] = {}  # a process loses its lock with the first of its handles that is closed
+FILE = "_run.lock"  # push_to_hub leaves out files whose names begin like this
+_locked: dict[Path, TextIO] = {}  # a process loses its lock when it closes any handle of the file
 
 
 def lock_folder(folder: str | Path, accelerator: Accelerator) -> None:

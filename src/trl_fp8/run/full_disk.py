@@ -1,4 +1,4 @@
-"""A disk that is full in the middle of a run: one sentence with the way on, in the place of a library's error."""
+"""The error for a disk that is full in the middle of a run: one sentence with the way on."""
 
 import errno
 import shutil
@@ -12,7 +12,7 @@ from .checkpoints import checkpoints
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LEAST = 2**20  # bytes; PyTorch's writer raises an error without a number, after it wrote what found room
+LEAST = 2**20  # bytes; PyTorch's writer fills the disk, and raises an error without a number
 
 
 class FullDisk(OSError):
@@ -48,4 +48,4 @@ def _has_full_disk(error: BaseException | None, folder: str | Path) -> bool:
             return True
         error = error.__cause__ or error.__context__
     disk = shutil.disk_usage(folder)
-    return bool(disk.total) and disk.free < LEAST  # a file system that does not count says 0
+    return bool(disk.total) and disk.free < LEAST  # a file system without accounting reports 0

@@ -13,8 +13,8 @@ STATUS = 128 + signal.SIGINT  # as a shell has it for a process that SIGINT ende
 # A terminal sends SIGINT to all processes in front, and a launcher passes its own on: a second one within this time
 # is the same Ctrl-C. A later one comes from a user who does not want to wait
 SECONDS = 1.0
-# Errors of a collective or an engine follow from Ctrl-C within this. A later one has another cause: some library took
-# the KeyboardInterrupt for its own, and the program went on
+# Errors of a collective or an engine follow from Ctrl-C within this. A later one has another cause: some library
+# swallowed the KeyboardInterrupt, and the program went on
 FOLLOWS = 60.0
 
 
@@ -35,12 +35,12 @@ def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
         if time.monotonic() - first > SECONDS:
             os._exit(STATUS)
 
-    # What is registered first runs last: after it Python would take its modules apart, with torch and vLLM for 7 s
+    # Registered first, it runs last: after it Python would take its modules apart, 7 s with torch and vLLM
     atexit.register(lambda: first and os._exit(STATUS))
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-        first = 0.0  # it ended well, though a library may have taken a KeyboardInterrupt for its own
+        first = 0.0  # it ended well: a library may have swallowed the KeyboardInterrupt
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt) and time.monotonic() - first > FOLLOWS:
             first = 0.0

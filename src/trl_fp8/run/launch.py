@@ -1,6 +1,6 @@
 """Checks before an engine starts: the dataset has rows, ranks know of each other, the disk has room.
 
-A run writes its first checkpoint after hours, perhaps: that it can is asked at its start.
+A run may write its first checkpoint after hours. Whether it can is checked at the start.
 """
 
 import os
@@ -29,9 +29,9 @@ from .engine_flags import fsdp1_message
 
 
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-# What TRL 1.16 calls a reward with, beside the columns
+# Arguments with which TRL 1.16 calls a reward, beside the columns
 OF_REWARDS = "prompts completions completion_ids trainer_state log_extra log_metric environments".split()
-TOKENIZED = 16  # of the prompts of a dataset, before a run
+TOKENIZED = 16  # prompts of a dataset, before a run
 ADAM = ("adamw_torch", "adamw_torch_fused")  # they keep two moments of each trained weight, in its dtype
 
 
@@ -76,7 +76,7 @@ def require_columns(datasets_by_argument: dict[str, object], rewards: Iterable[o
 def require_short_prompts(dataset: object, argument: str, tokenize: Callable[[list], list], context: int) -> None:
     """Raise `ValueError` for prompts that leave no room in the engine's `context`.
 
-    Tokenized are the few with the most characters. A streamed dataset, and images, are left to the generation.
+    Only the few with the most characters are tokenized. A streamed dataset, and images, are left to the generation.
     """
     if not context or not isinstance(dataset, Dataset) or {"image", "images"}.intersection(dataset.column_names):
         return
@@ -208,7 +208,7 @@ def require_output(args: TrainingArguments, weights: float, trained: float) -> N
     disk = shutil.disk_usage(writable_parent(args.output_dir, "output_dir"))
     saves = str(args.save_strategy.value) != "no"
     optimizer = 2 * trained if saves and not args.save_only_model and args.optim in ADAM else 0
-    if disk.total and disk.free < weights + optimizer:  # a file system that does not count says 0
+    if disk.total and disk.free < weights + optimizer:  # a file system without accounting reports 0
         parts = f"weights {format_bytes(weights)}" + (f", optimizer {format_bytes(optimizer)}" if optimizer else "")
         without = ", or leave the optimizer out with save_only_model=True (no run resumes from that)"
         raise ValueError(

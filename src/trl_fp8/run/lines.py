@@ -1,4 +1,4 @@
-"""Lines for the user, above a progress bar if there is one. It imports no torch: a command prints while it does."""
+"""Lines for the user, above a progress bar if there is one. It imports no torch: commands print meanwhile."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ def on_terminal() -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line at once, where no bar is torn by it."""
+    """Print a line at once, without tearing a progress bar."""
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
 

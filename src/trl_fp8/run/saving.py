@@ -85,7 +85,7 @@ class Saving:
         self._export("merge_and_export", partial(export_merged, folder=folder))
 
     def _export(self, what: str, export: Callable) -> None:
-        """Let the main process write the policy with `export`, of model, tokenizer, parameters, card and merge."""
+        """Let the main process call `export` with model, tokenizer, parameters, model card and note on merging."""
         replicas = self.vllm_generation.replicas
         require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
         failed = f"{what}: the main process could not write the export"
@@ -155,7 +155,7 @@ class Saving:
         card = Path(self.args.output_dir, "README.md")
         section = fp8_section(run_facts(self), self.state.log_history, self.vllm_generation.audit_failures)
         started_from = Path(self.model.config.name_or_path).name or "a model that was made in memory"
-        text = card.read_text().replace("[None](https://huggingface.co/None)", started_from)  # TRL's, of a folder
+        text = card.read_text().replace("[None](https://huggingface.co/None)", started_from)  # TRL's, for a folder
         card.write_text(f"{text.rstrip()}\n\n{section}")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):

@@ -18,7 +18,7 @@ from .feature import Feature
 logger = get_logger(__name__)
 
 # In a checkpoint: the kernel of FP8 linears. A timing on the device chooses it (engine/vllm/gemms.py), so a resumed
-# run may get another one, and would compute other numbers without a word
+# run may get another one, and would silently compute other numbers
 PINNED = "engine.json"
 
 
@@ -41,7 +41,7 @@ class Syncs(Feature, TrainerCallback):
             return
         dataset = trainer.train_dataset
         columns = dataset.column_names if isinstance(dataset, Dataset) else ()
-        has_images = "image" in columns or "images" in columns  # TRL knows how many tokens these are
+        has_images = "image" in columns or "images" in columns  # only TRL knows how many tokens these are
         if "prompt" not in columns or has_images:
             return
 
@@ -73,7 +73,7 @@ class Syncs(Feature, TrainerCallback):
         self.forget()
 
     def forget(self) -> None:
-        """Let the next generation sync: TRL takes weights of the same step for the same."""
+        """Let the next generation sync: TRL assumes that weights of one step are the same."""
         self.trainer._last_loaded_step = -1
 
     def before_generation(self, prompts: list) -> None:

@@ -265,7 +265,7 @@ def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
     """Return the bound `[T]` on the norm of a token's errors, for experts: two products with a function between them.
 
     `responses_DTK` are D changes of the output, each after every input moved by `u`, up or down at random. Four
-    operands are rounded: input, both weights, and the activation between them. Each has an effect like the input's, and
+    operands are rounded: input, both weights, and the activation between. Each has an effect like the input's, and
     the squares of four independent effects add up to the square of twice one.
     """
     response_T = responses_DTK.double().square().sum(-1).mean(0).sqrt()

@@ -1,8 +1,8 @@
 """Routes: the experts that the engine's routers chose, for every token of every rollout.
 
-vLLM's second model runner (CUDA) returns them with each completion (`enable_return_routed_experts`). On CPU it has the
-first one only; there `RouterCapture` reads the same hook in its routers, without prefix caching: no router sees a
-cached token. A sequence of T tokens has T - 1 rows: the last token was sampled, but never fed back.
+vLLM's second model runner (CUDA) returns them with each completion (`enable_return_routed_experts`). On CPU vLLM has
+only the first runner: there `RouterCapture` uses the same hook of its routers, without prefix caching, because no
+router sees a cached token. A sequence of T tokens has T - 1 rows: the last token was sampled, but never fed back.
 
 Shape letters: T tokens, L decoder layers of the model (dense ones too), K experts per token.
 """

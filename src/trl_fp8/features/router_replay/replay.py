@@ -59,9 +59,9 @@ class RouterReplay:
     def begin(
         self, routes_BSLK: Tensor | None, *, replay: bool, tally: RouteTally | None = None, record: bool = False
     ) -> None:
-        """Let forwards from now on go through the rows of `routes_BSLK`, in order, in as many chunks as they like.
+        """Let the next forwards go through the rows of `routes_BSLK`, in order, in chunks of any size.
 
-        Has to stay in force until the backward pass is through: gradient checkpointing runs the forward again.
+        It has to stay in force until the backward pass ends: gradient checkpointing runs the forward again.
 
         Args:
             routes_BSLK: Experts of each token and layer, on any device, or None.
@@ -75,7 +75,7 @@ class RouterReplay:
         self._recording = record
         self._chunk_NLK = self._real_N = None  # of the forward that is running
         self._row = 0
-        if record or routes_BSLK is not None:  # not at the end of a pass: what it recorded is read then
+        if record or routes_BSLK is not None:  # not at the end of a pass, whose record is read then
             self._recorded = []
 
     def end(self) -> None:

@@ -6,7 +6,7 @@
     training       -> replayed while the loss is computed                    `begin_loss`
 
 With router_replay='rollout' the trainer's own forward goes to the experts that the FP8 engine chose. The reference of
-`beta > 0` chooses by itself, so that TRL's `kl` does not start at 0. It is to be read against `kl_floor`, its value
+`beta > 0` chooses by itself, so that TRL's `kl` does not start at 0. Read it against `kl_floor`, its value
 before the first optimizer step, which is logged once.
 
 Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L layers with routers, K experts per token.

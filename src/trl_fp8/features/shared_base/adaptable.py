@@ -98,7 +98,7 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: Container[str]) -> str |
     if name not in linears:
         return "not a layer of a decoder"
     if name.endswith(MLA):
-        # it decodes by parts of kv_b_proj that it keeps apart; a kernel of its own computes the others for a few rows
+        # it decodes with separate parts of kv_b_proj; for a few rows another kernel computes the other projections
         return "MLA's, for which an engine has paths around its linear layers"
     if name.endswith(".shared_expert_gate"):
         return "the gate of a shared expert, which every rank of an engine has whole"

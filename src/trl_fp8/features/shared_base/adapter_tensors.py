@@ -4,8 +4,8 @@
     A  [S R, K]        the layers' A, one below another
     B  [N, S R]        the layers' s B as blocks of a diagonal: scaling folded in, before it is rounded to BF16
 
-S layers are fused, R is the largest rank among their adapters; smaller ones, and layers without any, are filled up
-with zeros, which are sent like the rest: what an engine computes with has a checksum, all of it.
+S layers are fused, R is the largest rank among their adapters; smaller ones, and layers without any, are padded
+with zeros, which are sent like the rest: everything that an engine computes with has a checksum.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -51,8 +51,8 @@ def room_for(model: nn.Module) -> dict[str, int]:
 
 
 def _active(layers: Mapping[str, LoraLayer]) -> str | None:
-    """Return the name of the adapter in force; None while adapters are disabled. `ValueError` if there are several, or
-    if one is merged into what it adapts: it would count twice.
+    """Return the name of the active adapter; None while adapters are disabled. `ValueError` if several are active, or
+    if one is merged into its base and would count twice.
     """
     merged = [name for name, layer in layers.items() if layer.merged]
     if merged:
@@ -94,7 +94,7 @@ def adapter_tensors(
                 due.discard((name, which))
                 yield f"{name}.{which}.weight", slot.placed(which, tensor)
     except Exception:
-        for _ in trained:  # gathered together: other ranks wait for this one
+        for _ in trained:  # gathers are collective: other ranks wait for this one
             pass
         raise
     device = next(model.parameters()).device

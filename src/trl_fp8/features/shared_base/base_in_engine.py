@@ -1,4 +1,4 @@
-"""The FP8 base of a policy with adapters, from the trainer's side: a policy without it, and what an export says."""
+"""The trainer's side of an FP8 base: a policy without its base, the share in the engine's, and what an export says."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,9 +3,9 @@
     y = Q(W) x + B (A x)        each product rounded to BF16, as vLLM's LoRA kernels do, and added
 
 vLLM's LoRA would choose an adapter for each token, in layers of other names, with kernels that need to know
-every batch. Here one adapter serves all tokens: A and B are unquantized linears, run by the same kernels as any other
-(batch invariant where those are), compiled, captured in graphs and called by a trainer like any other, and what they
-hold is written, audited and sealed as weights are.
+every batch. Here one adapter serves all tokens. A and B are unquantized linears like any other: the same kernels run
+them (batch invariant where those are), they are compiled, captured in graphs and called by a trainer, and their
+tensors are written, audited and sealed.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,7 +37,7 @@ class _WithAdapter:
 
 
 class AdapterLinear(ReplicatedLinear, Added):
-    """A, or B, of the adapters of one linear of vLLM's, which computes all of the policy's `layers`; of equal rank."""
+    """A, or B, of the adapters of one vLLM linear, which computes all `layers` of the policy. All have one rank."""
 
     def __init__(self, which: str, layers: list[Shard], rank: int, shape: tuple[int, int], prefix: str):
         inputs, outputs = shape

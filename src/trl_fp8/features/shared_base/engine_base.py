@@ -34,14 +34,14 @@ class BasePart(EnginePart):
 
     def __init__(self, base: SharedBase):
         self.base = base
-        self._adapters_read = True  # False: a compiled engine's have not been tried yet
+        self._adapters_read = True  # False: a compiled engine may not read them, which is tested once
 
     @cached_property
     def _room(self) -> dict[str, int]:
         return room_for(self.base.model)
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        # A model gets its layers of adapters after vLLM made it, so that vLLM's own hash of it does not know them
+        # Adapter layers are added after vLLM has built the model, so vLLM's own hash does not cover them
         return {"additional_config": traced(adapters=self._room)}
 
     def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
@@ -59,7 +59,7 @@ class BasePart(EnginePart):
         generation.wake_weights()
         generation.delivery.send(generation.delivery.frozen[0])
         self.base.share(lambda weight: held_codes(layout, recipe.engine_name(weight), recipe.format))
-        # The first sync of a compiled engine tries its adapters: now weights are random
+        # A compiled engine's adapters are tested after its first sync: now its weights are random
         self._adapters_read = not upstream.engine_config(generation.llm).compilation_config.mode
 
     def synced(self, generation: Generation) -> None:
@@ -127,14 +127,14 @@ class AdapterWeights(PolicyWeights):
 def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> list[str]:
     """Return the linear layers of an engine's `model` whose adapters it does not compute with.
 
-    vLLM looks for compiled code under a hash that has the room for adapters in it. A user can still point vLLM at one
-    folder for all (`compilation_config={"cache_dir": ...}`), and vLLM may change what it hashes. An engine with
-    adapters would then run what was compiled without: its tensors are right, and its code never reads them. So other
-    values in an adapter have to move log-probs. Of layers that differ in their number alone the first one is tried.
-    Adapters are as they were when this returns.
+    vLLM looks for compiled code under a hash that covers the room for adapters. But users can point vLLM at one folder
+    for all (`compilation_config={"cache_dir": ...}`), and vLLM may change what it hashes. An engine with adapters
+    would then run code that was compiled without them: its tensors are right, but nothing reads them. So new values in
+    an adapter have to change log-probs. Of layers that differ only in their number the first is tested. Afterwards
+    adapters have their old values.
 
     Args:
-        model: With weights, for what is computed of random ones may be too small to show anything.
+        model: With the policy's weights. With random ones the change may be too small to show.
         log_probs: Of one sequence, as the engine computes them now.
     """
     before = log_probs()
@@ -149,7 +149,7 @@ def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> 
         weights = [module.get_submodule(attribute).weight.data for attribute in ADAPTERS.values()]
         originals = [weight.clone() for weight in weights]
         generator = torch.Generator().manual_seed(0)
-        for weight in weights:  # A too: it may be what starts at zero
+        for weight in weights:  # A too: either may start at zero
             random = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
             weight.copy_(random)
         try:

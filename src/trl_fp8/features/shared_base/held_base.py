@@ -2,9 +2,9 @@
 
 model object            `HeldBase` takes the weights out of the model, which then is as small as one that was
                         loaded without them (stored_base.py)
-engine started          the weights are handed over one by one, quantized where the engine keeps them, and gone
-shared                  the policy's layers get the engine's codes; where ranks share an engine, each of which has
-                        a part, whole codes of their own
+engine started          the weights are handed over one by one, quantized into the engine's tensors, and dropped
+shared                  the policy's layers get the engine's codes; if ranks share an engine, each has only a part,
+                        and the layers get whole codes of their own
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -107,8 +107,8 @@ class SharedBase:
             yield from zip(group, weights, codes, strict=True)
 
     def share(self, codes: Callable[[str], Float8Tensor]) -> None:
-        """Let the policy's layers compute with `codes` of each weight, or their own. Weights that came with the policy
-        are gone then.
+        """Let the policy's layers compute with `codes` of each weight, or their own, and drop weights that came
+        with the policy.
         """
         for name, module, parameter in fp8_weights(self.model, self._source.recipe):
             value = self._own[name] if self._own else codes(name)

@@ -4,8 +4,8 @@
     backward    dX = dY @ W, W dequantized once more: no copy of a weight outlives a call
 
 Modules stay the objects that they are (policy/swapped.py), so names, adapters and gradient checkpointing work as
-before. In the place of a weight is a NaN of its shape: PEFT and transformers look at shapes, dtypes and devices, and
-a computation with it would show. A merge of PEFT's into it raises an error that names the way.
+before. A NaN of its shape stands in for a weight: PEFT and transformers read shapes, dtypes and devices, and a
+computation with it would show. PEFT's merge into it raises an error that names the way.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ def share(module: nn.Module) -> None:
         absent = {}
         for name in _weight_names(module):
             weight = module._parameters.pop(name)
-            device = "cpu" if weight.is_meta else weight.device  # a meta tensor has no place
+            device = "cpu" if weight.is_meta else weight.device  # a NaN needs a real one
             nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)  # expanded, it takes no memory
             absent[name] = nan.expand(weight.shape).as_subclass(AbsentWeight)
         swap(module, SharedLinear if isinstance(module, nn.Linear) else SharedExperts, codes=None, absent=absent)

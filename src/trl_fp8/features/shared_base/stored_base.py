@@ -1,8 +1,8 @@
 """A policy loaded without the weights that will be FP8, and a reader of those in its checkpoint.
 
     transformers builds the model, empty   -> its FP8 linears and experts get no weight (shared_modules.py)
-    transformers loads the checkpoint      -> what has no place any more is never read
-    `StoredBase.tensors`                   -> reads exactly that, one weight at a time
+    transformers loads the checkpoint      -> tensors without a place are never read
+    `StoredBase.tensors`                   -> reads exactly those, one weight at a time
 
 So the base is never in memory in high precision. Codes of a checkpoint in 128x128 blocks are taken as they are.
 transformers lets a quantizer change the empty model; ours stands in for any that it would choose.
@@ -45,14 +45,14 @@ _FROM = "Start from the high-precision checkpoint, or from an FP8 one in 128x128
 class StoredBase:
     """The FP8 weights of a checkpoint that a policy was loaded without."""
 
-    recipe: FP8Recipe  # which they are; of codes that are stored, it has the scales' format, and keeps what is no code
+    recipe: FP8Recipe  # says which; for stored codes it has their scales' format, and keeps all other weights
     weights: tuple["StoredWeight", ...] = field(repr=False)
 
     def tensors(self) -> Iterator[tuple[str, Tensor | Float8Tensor]]:
         """Yield (policy's name, value) of each of `recipe.fp8_tensors`, on the host: `[N, K]`, of experts `[E, N, K]`.
 
-        In high precision, or codes as stored (e4m3, with fp32 scales of 128x128 blocks). Weights that are stored whole
-        lie in the file's pages, experts are gathered for one layer. A consumer lets go of each before the next.
+        Values are in high precision, or codes as stored (e4m3, with fp32 scales of 128x128 blocks). Weights that are
+        stored whole stay in the file's pages, experts are gathered by layer. A consumer drops each before the next.
         """
         return ((weight.name, weight.value(opened)) for weight, opened in _file_by_file(self.weights))
 
@@ -65,8 +65,8 @@ def load_without_base(
     Args:
         create: TRL's `create_model_from_path`, or what is called like it and loads one model by `from_pretrained`.
         model_id: Folder or id of a checkpoint in safetensors, in high precision or in 128x128 FP8 blocks.
-        recipe_for: What is FP8 in a model, which is on the meta device.
-        kwargs: What `create` is given; `dtype`, of all that is loaded, is BF16 if it is not among them.
+        recipe_for: Decides what is FP8 in a model on the meta device.
+        kwargs: Arguments of `create`. `dtype`, of everything that is loaded, is BF16 by default.
 
     Raises:
         ValueError: The checkpoint cannot be taken without its base. Nothing was loaded.
@@ -116,7 +116,7 @@ class _Loader(HfQuantizer):
         for _, module, parameter in fp8_weights(model, recipe):
             share(module)
             placeholder = getattr(module, parameter)
-            placeholder._is_hf_initialized = True  # or transformers would, as nothing was loaded for it
+            placeholder._is_hf_initialized = True  # else transformers would initialize it
         absent = "|".join(map(re.escape, sorted(recipe.fp8_tensors)))
         self._unreported = rf"^({absent})({recipe.format.scale_suffix})?$"
         model._keys_to_ignore_on_load_unexpected.add(self._unreported)

@@ -1,7 +1,7 @@
 """Survivors: the tokens that top-k, top-p and min-p left to be sampled from, for every token of every rollout.
 
-vLLM's second model runner (CUDA) returns them with each completion (`return_sampling_mask`). On CPU it has the first
-one only; there `SamplerCapture` looks at the log-probs that its sampler draws from.
+vLLM's second model runner (CUDA) returns them with each completion (`return_sampling_mask`). On CPU vLLM has only
+the first runner: there `SamplerCapture` reads the log-probs that its sampler draws from.
 """
 
 import re
@@ -41,7 +41,7 @@ class SurvivorLog(RolloutLog):
         returned = generation.platform.name == "cuda"
         self.source = returned_survivors if returned else SamplerCapture(generation.llm)
         if (generation.generation_kwargs.get("top_k", generation.top_k) or 0) <= 0:
-            # vLLM returns survivors only where top_k bounds their number: by the whole vocabulary, which is no bound
+            # vLLM returns survivors only if top_k bounds their number. A bound of the whole vocabulary changes nothing
             vocabulary = upstream.engine_config(generation.llm).model_config.get_vocab_size()
             generation.sample_with(top_k=vocabulary)
 

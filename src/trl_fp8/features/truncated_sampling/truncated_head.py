@@ -1,8 +1,8 @@
 """TRL's fused output head over what truncated sampling left: log-probs of the distribution that was sampled.
 
-vLLM takes what top-k, top-p and min-p drop out of the logits and normalizes what is left. So does this head, with the
-engine's choice of tokens: the trainer's own, from logits that are a little different, would drop others at the border,
-the sampled one among them. Only survivors get a gradient, so their log-probs are all that the backward needs.
+vLLM removes the tokens that top-k, top-p and min-p drop and normalizes over the rest. This head does the same with the
+engine's choice of tokens: the trainer's own choice, from slightly different logits, would drop others at the border,
+perhaps the sampled one. Only survivors get a gradient, so their log-probs are all that the backward needs.
 
 Shape letters: N tokens that TRL's head gets, R of them sampled, E survivors of these, K hidden size, V vocabulary.
 """
@@ -157,7 +157,7 @@ def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | 
 
 
 def _tiles(counts_R: Tensor, values_E: Tensor, tokens: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield (first token, row within the tile of each survivor, counts, values) for tiles of so many tokens."""
+    """Yield (first token, row within the tile of each survivor, counts, values) for tiles of `tokens`."""
     counts = counts_R.split(tokens) if len(counts_R) else ()
     sizes = torch.stack([each.sum() for each in counts]).tolist() if counts else []
     for number, (each, values) in enumerate(zip(counts, values_E.split(sizes), strict=True)):

@@ -4,7 +4,7 @@
     scoring        -> old log-probs, reference and loss normalize over them     `scoring`, `reference`
     batch          -> a row per sequence, which TRL shuffles and splits         `extend_batch`
 
-With other updates on the same batch its survivors stay what they are: ratios of the policy to its old self compare two
+Further updates on the same batch keep its survivors: ratios of the policy to its old self compare two
 distributions over the same tokens, and so does the KL divergence from a reference.
 
 Shape letters: B sequences, S tokens of a padded one, T of its completion, M survivors of one sequence (padded).
@@ -30,14 +30,14 @@ from .truncated_head import Rows, truncated_head
 
 # Keys of a batch
 SURVIVOR_COUNTS = "survivor_counts"  # [B, T] int32: tokens that top-k, top-p and min-p left; 0: not sampled
-SURVIVOR_IDS = "survivor_ids"  # [B, M] int32: their token ids, those of one position behind those of another
+SURVIVOR_IDS = "survivor_ids"  # [B, M] int32: their token ids, position after position
 
 
 class BatchSurvivors(NamedTuple):
     """Survivors of the completions of a batch, on the trainer's device."""
 
     counts_BT: Tensor  # int32; 0: not sampled
-    ids_BM: Tensor  # int32, those of one token behind those of another; 0 behind the last
+    ids_BM: Tensor  # int32, position after position, then 0
 
     def rows(self, mask_BS: Tensor, columns: int) -> Rows:
         """Return rows for the tokens that TRL's head gets; the last `columns` of the mask are of completions."""
