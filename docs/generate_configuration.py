@@ -39,7 +39,7 @@ from Python, from the command line (`--kv_cache_dtype auto`) and from a YAML fil
 
 ## The common ones
 
-The defaults are FP8 linears, an FP8 KV cache and token-level truncation at 2.
+The defaults are FP8 linears, an FP8 KV cache and token truncation at 2.
 
 | if | set |
 |---|---|
