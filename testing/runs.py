@@ -38,7 +38,8 @@ def reward_digits(completions, **kwargs):
 
 
 def arguments(folder, config=FP8GRPOConfig, **flags):
-    defaults = SHORT | ({"vllm_max_model_length": 64} if config is FP8GRPOConfig else {})
+    of_fp8 = {"vllm_max_model_length": 64, "explain_mismatch_steps": 0}
+    defaults = SHORT | (of_fp8 if config is FP8GRPOConfig else {})
     return config(str(folder), **(defaults | flags))
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import isfinite
 
 from testing import record
-from trl_fp8.features.correction.health import MAX_K3_KL, MIN_EFFECTIVE_SAMPLE_SIZE
+from trl_fp8.features.correction.health import MIN_EFFECTIVE_SAMPLE_SIZE
+from trl_fp8.features.one_forward.unexplained import LARGE_EXPLAINED_K3
 
 from . import evidence
 from .evidence import Estimate
@@ -54,7 +55,7 @@ class Bands:
 K3, ERROR, SIZE = "k3", "token_mult_prob_error", "effective_sample_size"
 BANDS = (
     Bands(K3, (1e-4, 1e-3, 1e-2, 1e-1), of="mean"),
-    Bands(K3, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), warned=MAX_K3_KL),
+    Bands(K3, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), warned=LARGE_EXPLAINED_K3),
     Bands(ERROR, (1.02, 1.05, 1.2, 1.5, 10.0)),
     Bands(SIZE, (0.95, 0.9, 0.7, 0.5, 0.3), is_least=True, warned=MIN_EFFECTIVE_SAMPLE_SIZE),
 )

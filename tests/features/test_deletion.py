@@ -17,13 +17,13 @@ GONE = {
     "kv_cache": {"KVCache"},
     "run_log": {"RunLog"},
     "correction": {"Correction"},
-    "one_forward": {"SameModel"},
+    "one_forward": {"SameModel", "Explanation"},
 }
 # Likewise of a run with all features switched on
 GONE_OF_ALL = GONE | {
     "shared_base": {"BaseInEngine"},
     "router_replay": {"Routes"},
-    "one_forward": {"Following", "SameModel"},
+    "one_forward": {"Following", "SameModel", "Explanation"},
     "truncated_sampling": {"Truncation"},
 }
 

@@ -219,7 +219,7 @@ def test_what_travels_is_small():
 HEALTHY = {
     "correction/effective_sample_size": 0.71,
     "correction/sequence_effective_sample_size": 0.01,
-    "mismatch/k3_kl": 0.0099,
+    "mismatch/k3_kl": 0.043,  # SmolLM2-135M without a fault
     "correction/fraction_masked_sequences": 0.19,
     "correction/all_rejected": 0.0,
 }
@@ -230,7 +230,6 @@ HEALTHY = {
     [
         ("correction/effective_sample_size", 0.69, "token"),
         ("correction/sequence_effective_sample_size", 0.29, "sequence"),
-        ("mismatch/k3_kl", 0.0101, "token"),
         ("correction/fraction_masked_sequences", 0.21, "token"),
         ("correction/all_rejected", 1.0, "token"),
     ],

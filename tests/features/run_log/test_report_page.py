@@ -102,7 +102,7 @@ def test_a_check_says_of_how_many_steps_it_is(steps, words, tmp_path):
     "changed, question",
     [
         ({"fp8/audited_tensors": 0}, "Did the engine get the weights?"),
-        ({"mismatch/k3_kl": 0.02}, "Is the mismatch small enough to correct?"),
+        ({"mismatch/unexplained_k3": 0.02}, "Is the mismatch small enough to correct?"),
         ({"fp8/kv_saturation_fraction": 0.01}, "Did the KV cache hold its values?"),
         ({"fp8/dead_blocks": 3.0}, "Are all weights alive?"),
         ({"fp8/sync_seconds": 8.0}, "Is the sync cheap?"),
@@ -110,6 +110,12 @@ def test_a_check_says_of_how_many_steps_it_is(steps, words, tmp_path):
 )
 def test_the_page_marks_problems(changed, question, tmp_path):
     assert questions(made_up_run(tmp_path, **changed), fine=False) == {question}
+
+
+def test_the_mismatch_is_split_where_the_run_explained_it(tmp_path):
+    folder = made_up_run(tmp_path, **{"mismatch/explained_k3": 0.043, "mismatch/unexplained_k3": 0.0})
+    answers = [check.answer for check in checks(read_run(folder))]
+    assert sum("explain a k3 of 0.043; 0 is unexplained." in answer for answer in answers) == 1
 
 
 def test_a_growing_mismatch_is_marked(tmp_path):

@@ -1,4 +1,4 @@
-"""Warnings of mismatch and correction metrics at which runs have lost, and what to try then.
+"""Warnings of correction metrics at which runs have lost, and what to try then.
 
 The texts name what a user can change. The caller takes care that each is said once per run.
 """
@@ -6,14 +6,13 @@ The texts name what a user can change. The caller takes care that each is said o
 from collections.abc import Mapping
 
 
-MAX_K3_KL = 0.01  # between 0.006, where no loss was found, and 0.03, where one was (docs/evidence.md)
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: runs below it lost most, those above nothing that was measured
 MIN_SEQUENCE_EFFECTIVE_SAMPLE_SIZE = 0.3  # verl's rollout-correction docs
 MAX_MASKED_SEQUENCES = 0.2
 
 
 def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_only: bool = False) -> dict[str, str]:
-    """Return warnings about mismatch and correction metrics, by name. NaN (nothing measured) is not a warning.
+    """Return warnings about correction metrics, by name. NaN (nothing measured) is not a warning.
 
     `level` and `monitor_only` are fields of the `RolloutCorrection`. The record itself is not taken, because a report
     of a run is made without torch.
@@ -30,15 +29,6 @@ def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_onl
             else "a few tokens dominate the raw importance ratios. If that stays, a correction does not make up for "
             "it: look at mismatch/logp_difference_max and at mismatch/k3_kl by position and length, and compare with "
             "kv_cache_dtype='auto'."
-        )
-    k3 = "mismatch/k3_kl"
-    if metrics.get(k3, 0.0) > MAX_K3_KL:
-        warnings[k3] = (
-            f"{k3} = {metrics[k3]:.3g} > {MAX_K3_KL}: engine and trainer disagree by more than published FP8 runs "
-            "report (0.001 to 0.003). A batch of few tokens or a high learning rate can do that once; if it stays, a "
-            "correction does not make up for it. Look at fp8/kv_saturation_fraction and at mismatch/k3_kl by "
-            "position, compare with kv_cache_dtype='auto', keep outlier layers in high precision "
-            "(fp8_ignored_modules), and replay the choice of experts (router_replay='rollout')."
         )
     masked = "correction/fraction_masked_sequences"
     if metrics.get("correction/all_rejected", 0.0) > 0.5:

@@ -106,20 +106,25 @@ class KVCache(Feature):
 
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        with self.kv_state.watching(self.hook), self.as_rollouts_saw():
+        with self.kv_state.watching(self.hook), self._cache(self.trainer.args.simulate_kv_cache):
             yield
 
     @contextmanager
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         """Use the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
         hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
-        with self.as_rollouts_saw(), hook.as_engine(self.hook.scales_L3):
+        with self._cache(self.trainer.args.simulate_kv_cache), hook.as_engine(self.hook.scales_L3):
             yield
 
     def as_rollouts_saw(self) -> AbstractContextManager:
-        """Show the policy the cache of the latest rollouts, unless it sees that of those in a loss."""
+        return self._cache(simulated=True)
+
+    def _cache(self, simulated: bool) -> AbstractContextManager:
+        """Count positions as the engine does. If `simulated`, show the policy the cache of the latest rollouts, unless
+        it sees that of those in a loss.
+        """
         scales_L3 = self.hook.scales_L3
-        if scales_L3 is None and self.trainer.args.simulate_kv_cache:
+        if scales_L3 is None and simulated:
             scales_L3 = self._scales_in_force
         return self.hook.as_engine(scales_L3)
 

@@ -1,13 +1,15 @@
 """One forward: the trainer computes with the engine's kernels, on the engine's tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from trl_fp8.recipe.families import types_with
 from trl_fp8.run.feature import Construction, Registration
 from trl_fp8.upstream.patches import FOR_GOOD, FOR_ONE_BLOCK, REGISTERED, register
 
 from .forward_flags import ForwardFlags
+from .unexplained import mismatch_warnings
 
 
 @contextmanager
@@ -30,9 +32,18 @@ def _features(trainer) -> Iterator:
         from .same_model import SameModel
 
         yield SameModel(trainer)
+        compared = getattr(trainer.args, "vllm_importance_sampling_correction", False)
+        if compared and trainer.args.explain_mismatch_steps:
+            from .explanation import Explanation
+
+            yield Explanation(trainer)
 
 
-REGISTRATION = Registration(flags=ForwardFlags, construct=_construct, features=_features)
+def _warnings(metrics: Mapping[str, float], facts: Mapping[str, Any]) -> dict[str, str]:
+    return mismatch_warnings(metrics)
+
+
+REGISTRATION = Registration(flags=ForwardFlags, construct=_construct, features=_features, warnings=_warnings)
 
 
 def _made_by(file: str, reasons: dict[str, str]) -> dict[str, tuple[str, str]]:

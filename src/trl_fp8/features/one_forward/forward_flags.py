@@ -59,6 +59,14 @@ class ForwardFlags(FlagGroup):
         "'scaled_mm' (cuBLASLt block scaling, Hopper).",
     )
 
+    explain_mismatch_steps: int = flag(
+        50,
+        "Steps between two explanations of the mismatch, the first one on the first rollouts; 0: none. The policy "
+        "computes one more pass with the engine's kernels, without gradients, which splits the mismatch into "
+        "`mismatch/explained_k3` (the FP8 formats) and `mismatch/unexplained_k3` (a fault). On CPU; on a GPU with "
+        "fp8_forward='one_forward', which needs no pass.",
+    )
+
     @property
     def one_forward(self) -> bool:
         """Return whether the trainer's forward is the engine's."""
@@ -92,6 +100,11 @@ class ForwardFlags(FlagGroup):
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not known. Use one of {list(known)}.")
+        if self.explain_mismatch_steps < 0:
+            raise ValueError(
+                f"explain_mismatch_steps={self.explain_mismatch_steps!r} is no number of steps. Use 0 for no "
+                "explanation, or the steps between two of them."
+            )
         if not self.one_forward:
             for name in ("fp8_backward", "fp8_forward_check", "fp8_gemm_backend"):
                 value = getattr(self, name)
@@ -125,17 +138,11 @@ class ForwardFlags(FlagGroup):
         # These replace parts of the policy's forward, too. transformers takes a compile backend or mode alone as
         # torch_compile=True. A compiler builds the kernels of the loss's forward anew, and the comparison with the
         # engine does not see it: rollouts are scored uncompiled
-        replaces_forward = {
-            "use_liger_kernel": getattr(self, "use_liger_kernel", False),
-            "cast_lm_head_to_fp32": getattr(self, "cast_lm_head_to_fp32", False),
-            "torch_compile": self.torch_compile or self.torch_compile_backend or self.torch_compile_mode,
-        }
-        for name, is_set in replaces_forward.items():
-            if is_set:
-                raise ValueError(
-                    f"{name}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward. Remove "
-                    f"{name}, or set fp8_forward='off'."
-                )
+        for name in replaced_forward(self):
+            raise ValueError(
+                f"{name}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward. Remove "
+                f"{name}, or set fp8_forward='off'."
+            )
         if self.fp8_gemm_backend == "fake_quant":
             return
         if self.fp8_backward != "fp8":
@@ -149,6 +156,16 @@ class ForwardFlags(FlagGroup):
                 f"fp8_gemm_backend={self.fp8_gemm_backend!r} with fp8_weight_format={self.fp8_weight_format!r}: it "
                 f"cannot multiply these weights. Use one of {list(backends)}, or fp8_weight_format='blocks'."
             )
+
+
+def replaced_forward(args: FlagGroup) -> list[str]:
+    """Return the flags that are set and replace parts of the policy's forward."""
+    flags = {
+        "use_liger_kernel": getattr(args, "use_liger_kernel", False),
+        "cast_lm_head_to_fp32": getattr(args, "cast_lm_head_to_fp32", False),
+        "torch_compile": args.torch_compile or args.torch_compile_backend or args.torch_compile_mode,
+    }
+    return [name for name, is_set in flags.items() if is_set]
 
 
 def require_followed(outline: Outline) -> None:

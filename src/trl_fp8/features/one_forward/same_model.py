@@ -6,13 +6,14 @@ another, without a mismatch. Without one forward a difference is a warning, beca
 """
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.policy.hook import hooked
+from trl_fp8.policy.hook import AttentionHook, hooked
 from trl_fp8.policy.swapped import scored_by
 from trl_fp8.recipe.messages import listed
 from trl_fp8.run.feature import Feature, as_rollouts_saw
@@ -20,6 +21,7 @@ from trl_fp8.sync.audit import all_reduce_max
 
 from .followed_head import followed_head
 from .following import Following
+from .one_forward import OneForward
 from .witness import Witness
 
 
@@ -51,23 +53,9 @@ class SameModel(Feature):
     def after_sync(self) -> None:
         if self._compared:
             return
-        trainer, following = self.trainer, self.trainer.feature(Following)
-        forward = following and following.forward
-        with hooked(trainer.model) as hook, torch.no_grad(), ExitStack() as around:
-            positions = hook.base.config.get_text_config().max_position_embeddings
-            longest = trainer.args.vllm_max_model_length or positions
-            self.witness = Witness(trainer.model, self._kernels, hook, longest, forward)
-            if following:
-                # The policy calls the engine, whose cache rounds k and v, and the output head is compared, too
-                around.enter_context(as_rollouts_saw(trainer.features))
-                around.enter_context(forward.switched(on=True))
-                around.enter_context(scored_by(followed_head(forward, self.witness.values.head)))
-            around.enter_context(self.witness.watching())
-            # A short text, the same on all ranks, through TRL's own method: no other feature takes part in the pass
-            tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
-            ids = torch.tensor([tokens], device=trainer.accelerator.device)
-            mask = torch.ones_like(ids)
-            trainer.trl_class()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, len(tokens) - 1)
+        following = self.trainer.feature(Following)
+        with hooked(self.trainer.model) as hook:
+            self.witness = compare_modules(self.trainer, self._kernels, hook, following and following.forward)
         self._report(follows=following is not None)
         self._compared = True  # not before: a run that goes on after the error is compared again
 
@@ -95,3 +83,26 @@ class SameModel(Feature):
         if self.trainer.args.fp8_forward_check == "error":
             raise RuntimeError(text)
         logger.warning(text)
+
+
+def compare_modules(trainer: Any, kernels: EngineKernels, hook: AttentionHook, forward: OneForward | None) -> Witness:
+    """Run a short text through the policy and return what its modules have in common with the engine's.
+
+    `forward` lets the policy follow the engine; None: it does not.
+    """
+    positions = hook.base.config.get_text_config().max_position_embeddings
+    longest = trainer.args.vllm_max_model_length or positions
+    witness = Witness(trainer.model, kernels, hook, longest, forward)
+    with torch.no_grad(), ExitStack() as around:
+        if forward is not None:
+            # The policy calls the engine, whose cache rounds k and v, and the output head is compared, too
+            around.enter_context(as_rollouts_saw(trainer.features))
+            around.enter_context(forward.switched(on=True))
+            around.enter_context(scored_by(followed_head(forward, witness.values.head)))
+        around.enter_context(witness.watching())
+        # A short text, the same on all ranks, through TRL's own method: no other feature takes part in the pass
+        tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
+        ids = torch.tensor([tokens], device=trainer.accelerator.device)
+        mask = torch.ones_like(ids)
+        trainer.trl_class()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, len(tokens) - 1)
+    return witness

@@ -42,6 +42,9 @@ def _mismatch(run: Run) -> Iterator[Check]:
         answer += f"{first.mean:.3g} nats on average in {first.steps}, and by " if first else ""
         answer += f"{last.mean:.3g} nats in {last.steps}."
         answer += " It more than doubled." if grows else ""
+        explained, unexplained = (_logged(run, f"mismatch/{part}explained_k3") for part in ("", "un"))
+        if explained and unexplained:
+            answer += f" The FP8 formats explain a k3 of {explained[-1]:.3g}; {unexplained[-1]:.3g} is unexplained."
         yield Check(not grows, "How far apart are engine and trainer?", answer)
 
 
