@@ -1,6 +1,6 @@
 """`trl-fp8 plan`: what of a model would be FP8, and what fits on which GPUs, from its config.
 
-A run config and flags are read and checked as by `trl-fp8 train`. What neither sets a plan chooses.
+A run config and flags are read and checked as by `trl-fp8 train`. A plan chooses what neither sets.
 """
 
 import json
@@ -154,7 +154,7 @@ def _read(words: list[str]) -> Arguments:
 
 
 def _setup(arguments: Arguments, outline: Outline) -> Setup:
-    """Return what to plan for. What neither a run config nor a word sets is as plans have it, not as TRL."""
+    """Return what to plan for. Values that neither a run config nor a word sets are a plan's, not TRL's."""
     values, spelled = arguments.values, arguments.spelled
     is_alone = arguments.run_config is None
     # Without a run config a plan chooses what no word sets; beside one it is TRL's default
@@ -221,7 +221,7 @@ def _outline(model: str) -> Outline:
         )
     dequantizing_config(model)  # raises for what it cannot dequantize
     outline = from_model.outline_of_pretrained(model)
-    # vLLM knows best what it knows, and takes seconds to import
+    # only vLLM knows all its models, but it takes seconds to import
     asks_vllm = find_spec("vllm") and not family_of(outline.config_type).tested
     require_servable(outline, engine_class if asks_vllm else None)
     return outline

@@ -149,10 +149,8 @@ def _model(capacity: Capacity) -> list[str]:
     if recipe.fp8_kv_cache:
         cache += f" -> {format_bytes(plan.cache.token_bytes(True))}"
     windows = "".join(f", {count} layers keep {most:,} tokens at most" for most, count in plan.cache.windows.items())
-    return [
-        f"{plan.outline.name}: {size} parameters, {share}.",
-        f"Weights {weights}; KV cache {cache} per token{windows}.",
-    ]
+    model = f"{plan.outline.name}: {size} parameters, {share}."
+    return [model, f"Weights {weights}; KV cache {cache} per token{windows}."]
 
 
 def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:

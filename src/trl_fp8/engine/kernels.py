@@ -1,8 +1,8 @@
 """`EngineKernels`: what an engine computes, part by part, as a policy that shares its forward calls it.
 
-Each part is the engine's own kernel on the engine's own tensors, in BF16 and without gradients, and is asked for by
-the name that the policy's module has in a checkpoint. No kernel gives other bits for a row because of what else is in
-the batch: so a trainer gets, from its own batches, what the engine computed when it decoded.
+Each part is the engine's own kernel on the engine's own tensors, in BF16 and without gradients, and is looked up by
+the checkpoint name of the policy's module. A row's bits do not depend on the rest of the batch, so a trainer gets from
+its own batches what the engine computed when it decoded.
 
 Shape letters: T tokens, K in-features, N out-features, H heads, G key heads, D head size, R sequences, V vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from torchao.quantization import Float8Tensor
 
 
-# positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> the two, turned; what is given stays as it is
+# positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> both, rotated; the arguments stay as they are
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -25,7 +25,7 @@ class Linear(Protocol):
     layers: tuple[str, ...]  # the policy's, in the order of the output's columns
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x `[T, K]` -> the outputs of all of `layers`, biases included, one after another and maybe padding."""
+        """Return the outputs of `layers` for x `[T, K]`, biases included, one after another, maybe with padding."""
 
     def codes(self, layer: str) -> Float8Tensor | None:
         """Return views of the engine's codes and scales of one layer's weight `[N, K]`; None if it is not FP8."""
@@ -37,11 +37,11 @@ class Attention(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scales: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """query `[T, H, D]`, key and value `[T, G, D]`; starts: first token of each sequence and the end, int32
-        `[R + 1]`; scales: those of q, k and v in an FP8 cache, `[3]`, or None.
-
-        Returns the output `[T, H, D]`, the log-sum-exp of each query's scores `[H, T]`, and q, k, v as the kernel
+        """Return the output `[T, H, D]`, the log-sum-exp of each query's scores `[H, T]`, and q, k, v as the kernel
         rounded them.
+
+        query `[T, H, D]`, key and value `[T, G, D]`; starts: first token of each sequence and the end, int32
+        `[R + 1]`; scales: those of q, k and v in an FP8 cache, `[3]`, or None.
         """
 
     scaling: float  # of scores
@@ -58,35 +58,35 @@ class EngineKernels(Protocol):
     def linear(self, layer: str) -> Linear: ...
 
     def norm(self, module: str) -> Callable[[Tensor], Tensor]:
-        """x `[T, ..., N]` -> the same shape."""
+        """Return the norm as a function of x `[T, ..., N]`."""
 
     def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
-        """Gate and up `[T, 2 N]` -> act(gate) * up `[T, N]`."""
+        """Return the function that makes act(gate) * up `[T, N]` of gate and up `[T, 2 N]`."""
 
     def rotary(self, layer: int) -> Rotary: ...
 
     def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin at positions `[P]`, one column for each angle; None if the layer has no table of them."""
+        """Return cos and sin at positions `[P]`, one column for each angle; None if the layer has no table of them."""
 
     def attention(self, layer: int) -> Attention: ...
 
     def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
-        """An activation by plain torch operations, of gate and up `[T, 2]` in FP32: `[T, 1]`; None if not known."""
+        """Return the activation `[T, 1]` of gate and up `[T, 2]` by torch's operations in FP32; None if not known."""
 
     def eps(self, module: str) -> float | None:
         """Return the eps of a norm; None for any other module."""
 
     def scores(self, layer: int) -> tuple[float, int | None, float | None]:
-        """`scaling`, `window` and `softcap` of a layer's `Attention`."""
+        """Return `scaling`, `window` and `softcap` of a layer's `Attention`."""
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """x `[T, K]` -> logits `[T, E]`, gate weights FP32 `[T, k]` and chosen experts `[T, k]`."""
+        """Return a function: x `[T, K]` -> logits `[T, E]`, gate weights FP32 `[T, k]`, chosen experts `[T, k]`."""
 
     def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """x `[T, K]`, chosen experts `[T, k]`, gate weights `[T, k]` -> `[T, K]`."""
+        """Return a function: x `[T, K]`, chosen experts `[T, k]`, gate weights `[T, k]` -> `[T, K]`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Output head: `[T, K]` -> what the sampler gets, `[T, V]`, scaled and capped as the model wants it."""
+        """Return what the sampler gets for `[T, K]`: logits `[T, V]`, scaled and capped as the model wants them."""
 
     def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> AbstractContextManager[None]:
         """Call `note(layers, x, y)` after each call of a linear layer in the engine's own forward, inside the block.

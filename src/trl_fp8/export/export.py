@@ -144,7 +144,7 @@ def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> N
         path = folder / f"{len(written)}.safetensors"
         try:
             save_file(shard, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # no OSError, although it is one of the disk
+        except SafetensorError as error:  # an error of the disk that is no OSError
             raise OSError(f"{path} could not be written: {error}") from error
         written.append((path, list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())

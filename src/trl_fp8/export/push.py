@@ -1,4 +1,4 @@
-"""An export's way to the Hub."""
+"""Upload of an export to the Hub."""
 
 from pathlib import Path
 

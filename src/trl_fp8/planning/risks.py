@@ -24,7 +24,7 @@ class Risk(NamedTuple):
 def risks(plan: Plan, setup: Setup) -> list[Risk]:
     """Return the risks of a model and of each feature under a plan.
 
-    A flag that the run config sets, be it off, is left out of a risk's flags. If one of them is on, so is the risk.
+    A flag that the run config sets, on or off, is left out of a risk's flags. If it is on, the risk is left out, too.
     """
     found = _of_model(plan, setup.args.base_in_engine)
     for group in setup.args.groups():

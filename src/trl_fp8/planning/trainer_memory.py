@@ -1,14 +1,14 @@
-"""Bytes that TRL's trainer takes of each GPU, as TRL 1.16 and transformers 5.17 train unless told otherwise.
+"""Bytes that TRL's trainer takes of each GPU, by the defaults of TRL 1.16 and transformers 5.17.
 
-    weights     FP32 (TRL loads models so; `dtype` says otherwise), over all GPUs under FSDP2 or ZeRO-3. What is
-                trained is FP32 there whatever it was loaded as: accelerate casts it up under mixed precision
+    weights     FP32 (TRL's default for `dtype`), divided over all GPUs under FSDP2 or ZeRO-3. There trained weights
+                are FP32, however they were loaded: accelerate casts them up under mixed precision
     gradients   as the weights; Adam's two moments, too. With LoRA only of the adapters, which are FP32
-    copies      autocast casts each weight of a linear layer to BF16 and keeps it through a forward, on one GPU and in
-                FP32 alone: FSDP2 gathers a layer at a time, and frozen weights are not kept
+    copies      autocast casts each weight of a linear layer to BF16 and keeps it through a forward. Only on one GPU
+                and in FP32: FSDP2 gathers a layer at a time, and frozen weights are not kept
     inputs      of each layer, which checkpointing keeps; FP32 on one GPU, BF16 under FSDP2's mixed precision
-    head        the gradient of the output head, which TRL's chunked log-probs add up in FP32 on every rank. Logits are
-                never there as a whole
-    uncounted   what passes and is not in the total: what a layer saves of each token while its backward runs, weights
+    head        the gradient of the output head, which TRL's chunked log-probs add up in FP32 on every rank. Logits
+                never exist as a whole
+    uncounted   transient memory, not in the total: what a layer saves of each token while its backward runs, weights
                 that are gathered, gradients of activations, the CUDA context, fragmentation. Plans leave a share of
                 each GPU free for it (`capacity.FREE`), and more where this is more
 
@@ -82,7 +82,7 @@ class TrainerMemory:
 
     @property
     def passing(self) -> float:
-        """Return the bytes that a forward and backward need beside."""
+        """Return the bytes that a forward and backward need in addition."""
         return self.copies + self.inputs + self.head
 
 

@@ -258,9 +258,7 @@ class AttentionHook:
 
 
 def hook_of(model: nn.Module) -> AttentionHook:
-    """Return the hook installed on a policy; a new one if there is none, or if the policy's attention implementation
-    has changed.
-    """
+    """Return the hook installed on a policy; a new one if there is none or the attention implementation changed."""
     installed = (getattr(module, _HOOK, None) for module in transformers_model(model).get_decoder().modules())
     hook = next((hook for hook in installed if hook is not None), None)
     if hook is not None and hook.is_in_place:

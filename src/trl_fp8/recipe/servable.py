@@ -28,7 +28,7 @@ WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": Fa
 WITHOUT_ENGINE_WORDS = ", ".join(f"{flag}={value!r}" for flag, value in WITHOUT_ENGINE.items())
 REMEDY = f"Choose another model, or train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS} (TRL alone)"
 
-# `upstream.vllm.engine_class`: architectures -> class of vLLM, or None. Not given where vLLM is absent or too slow.
+# `upstream.vllm.engine_class`: architectures -> class of vLLM, or None. None where vLLM is absent or too slow.
 Resolve = Callable[[tuple[str, ...]], str | None]
 
 

@@ -67,7 +67,7 @@ class Arguments(NamedTuple):
     ) -> tuple[TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig]:
         """Return the dataclasses. `ValueError` for a value that is unknown, or does not go with another.
 
-        With `processes` they are checked for as many, which do not run yet, and no device is touched.
+        With `processes` they are checked for that many, which do not run yet, and no device is touched.
         """
         config = FP8GRPOConfig
         if processes is not None:
@@ -85,7 +85,7 @@ class Arguments(NamedTuple):
         for group in args.groups():
             group.check_adapters(args, model)
         if args.base_in_engine and not self.sets("dtype"):
-            model = replace(model, dtype=None)  # what is beside an FP8 base is BF16, and TRL's default FP32
+            model = replace(model, dtype=None)  # weights beside an FP8 base are BF16; TRL's default is FP32
         return script, args, model, mixture
 
 

@@ -70,7 +70,7 @@ register(
         ),
         "vllm._custom_ops.scaled_fp8_quant": (
             "engine/vllm/cpu/reference_linear.py",
-            "Loads per-tensor weights, and CPU has no body.",
+            "It loads per-tensor weights, and has no code for CPU.",
         ),
         f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (
             "engine/vllm/cpu/reference_linear.py",
@@ -100,7 +100,7 @@ register(
             "engine/vllm/cpu/ops.py",
             "Its mean depends on the number of rows; not an operation.",
         ),
-        f"{_MODELS}.commandr.rms_norm_func": ("engine/vllm/cpu/ops.py", "As the other norm of these models."),
+        f"{_MODELS}.commandr.rms_norm_func": ("engine/vllm/cpu/ops.py", "The same as the other norm of these models."),
         "vllm.distributed.parallel_state._EP": ("upstream/vllm.py", "vLLM makes no group after the first engine."),
     },
 )
@@ -135,8 +135,8 @@ register(
             "policy/model.py",
             "save_pretrained would quantize again.",
         ),
-        "trl.GRPOTrainer._last_loaded_step": ("run/syncs.py", "TRL takes weights of one step for the same."),
-        "torch.nn.Module": ("policy/swapped.py", "The class of what computes: names and state_dict stay."),
+        "trl.GRPOTrainer._last_loaded_step": ("run/syncs.py", "TRL assumes that weights of one step are the same."),
+        "torch.nn.Module": ("policy/swapped.py", "Modules change class: names and state_dict stay."),
         "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
             "engine/vllm/generation.py",
             "It repeats image tokens that are there.",

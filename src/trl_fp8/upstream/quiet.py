@@ -31,7 +31,7 @@ LOGGED = (
 WARNED = (
     Noise(FutureWarning, r"`torch\.distributed\.reduce_op` is deprecated", "vLLM 0.31 reads every module's names."),
 )
-SETTINGS = {"TQDM_DELAY": "1"}  # tqdm draws no bar of a job of less than a second, as to load a small model
+SETTINGS = {"TQDM_DELAY": "1"}  # tqdm draws no bar in the first second: a small model loads without
 VERBOSE = "TRL_FP8_VERBOSE"  # environment variable
 
 

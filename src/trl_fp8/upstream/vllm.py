@@ -1,4 +1,4 @@
-"""Access to private parts of vLLM 0.31, which the functions import themselves: planning works without vLLM.
+"""Access to private parts of vLLM 0.31. Functions import vLLM themselves, so that planning works without it.
 
 `llm` is a `vllm.LLM` in this process (the executor `external_launcher`), with vLLM's first model runner.
 """
@@ -41,7 +41,7 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
 def inspect_engine_class(architectures: tuple[str, ...]) -> None:
     """Import the class of `engine_class` in this process, so that vLLM starts no other one to inspect it.
 
-    vLLM would keep CUDA out of this process. The other one imports torch and vLLM again, ten seconds of a first start.
+    That one keeps CUDA out of this process, but imports torch and vLLM again: ten seconds of a first start.
     Raises `ValueError` if the class needs a package that is not installed: vision-language models and Qwen3.5 need
     torchvision.
     """

@@ -26,7 +26,7 @@ SET_BY_VLLM = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_USE_BREAKABLE
 
 @contextmanager
 def environment_kept(settings: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Inside the block the environment has `settings`; after it these and `SET_BY_VLLM` are as before."""
+    """Set `settings` in the environment inside the block; restore them and `SET_BY_VLLM` afterwards."""
     settings = settings or {}
     before = {name: os.environ.get(name) for name in (*SET_BY_VLLM, *settings)}
     os.environ.update(settings)
@@ -42,8 +42,8 @@ def environment_kept(settings: Mapping[str, str] | None = None) -> Iterator[None
 
 @contextmanager
 def configs_kept() -> Iterator[None]:
-    """After the block transformers makes configs as it did before. vLLM registers its own for types like Qwen3-Next,
-    for the whole process, and they lack fields that transformers' models ask for.
+    """Restore transformers' table of configs after the block. vLLM registers its own for types like Qwen3-Next, for
+    the whole process, and they lack fields that transformers' models read.
     """
     before = dict(CONFIG_MAPPING._extra_content)
     try:
@@ -54,12 +54,12 @@ def configs_kept() -> Iterator[None]:
 
 
 def classes_derived(recipe: FP8Recipe) -> AbstractContextManager[None]:
-    """Engines that are made inside the block leave the policy's class as it is.
+    """Keep engines that start inside the block from changing the policy's class.
 
-    For a model that vLLM has no class of, its transformers backend builds transformers' own, and gives that class
-    another base and constructor, so that it can be compiled. An existing policy of that class then has none
-    of what the new base expects ("'Olmo2Model' object has no attribute 'do_not_compile'"). So the backend gets a
-    class that is derived from transformers', whose source and modules it shares.
+    For a model without a vLLM class, the transformers backend builds transformers' own, and gives that class another
+    base and constructor, so that it can be compiled. An existing policy of the class then lacks what the new base
+    expects ("'Olmo2Model' object has no attribute 'do_not_compile'"). So the backend gets a class that is derived from
+    transformers', with the same source and modules.
     """
     if not family_of(recipe.model_type).by_transformers:
         return nullcontext()

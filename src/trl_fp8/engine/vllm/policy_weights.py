@@ -1,8 +1,7 @@
 """The tensors of a policy: as a sync sends them to an engine, and as a checkpoint has them.
 
-Adapters are merged into one weight at a time, whose own values are put back bit for bit. What FSDP2 or ZeRO-3 deals
-over ranks is gathered, a collective: for a sync as the engine holds it, for a checkpoint whole, on all ranks one
-tensor at a time.
+Adapters are merged into one weight at a time, whose own values are restored bit for bit. Parameters that FSDP2 or
+ZeRO-3 shards are gathered, a collective: for a sync in the engine's form, for a checkpoint whole and one by one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -30,7 +29,7 @@ class PolicyWeights:
     def __init__(self, generation: Generation):
         self._generation, self._dist = generation, generation._dist
         self.model, self.recipe, self.layout = generation.model, generation.recipe, generation.engine.layout
-        self.frozen: tuple[TensorGroup, ...] = ()  # what is written once, and not by each sync
+        self.frozen: tuple[TensorGroup, ...] = ()  # written once, not by each sync
         self.dealt = self._dist.is_zero3 or self._dist.is_fsdp  # over ranks
 
     def one_by_one(self, model: nn.Module) -> bool:
@@ -38,7 +37,7 @@ class PolicyWeights:
         return self.dealt or is_peft_model(model)
 
     def sent(self) -> AbstractContextManager[Iterator[SentTensor]]:
-        """`(checkpoint name, tensor)` of what a sync writes, in a `with` block."""
+        """Return `(checkpoint name, tensor)` of what a sync writes, in a `with` block."""
         reshard(self.model, self._dist)
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
         if is_peft_model(self.model) or not self._sharded_over_one_group(parameters):
@@ -46,17 +45,17 @@ class PolicyWeights:
         return closing(self._gathered(parameters))
 
     def merged(self) -> AbstractContextManager[Iterator[NamedTensor]]:
-        """`(checkpoint name, full tensor)` of the whole policy, in a `with` block."""
+        """Return `(checkpoint name, full tensor)` of the whole policy, in a `with` block."""
         return closing(self._generation._iter_named_params())
 
     def parameters(self) -> Iterator[NamedTensor]:
-        """The policy's by checkpoint name, without adapters and copies of modules that are not active."""
+        """Yield the policy by checkpoint name, without adapters and copies of modules that are not active."""
         for name, parameter in self.model.named_parameters():
             if not of_adapter(name, self.model):
                 yield checkpoint_name(name), parameter
 
     def whole(self, parameters: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
-        """Parameters, those that FSDP2 deals over ranks gathered, a collective, until the next one is asked for."""
+        """Yield parameters, gathered if FSDP2 shards them (a collective). Each lasts until the next is asked for."""
         reshard(self.model, self._dist)  # first: an unsharded parameter is another object, which loses its memory
         yield from self._gathered(list(parameters())) if self._dist.is_fsdp else parameters()
 
@@ -99,21 +98,21 @@ class PolicyWeights:
         return gathered(parameters, self.recipe, self.layout, self._generation.accelerator.device)
 
     def _sharded_over_one_group(self, parameters: list[NamedTensor]) -> bool:
-        """FSDP2 or ZeRO-3 deals these over the same ranks, so that they are gathered as the engine holds them."""
+        """Return whether FSDP2 or ZeRO-3 shards these over the same ranks, to be gathered in the engine's form."""
         dealt = [Sharded.of(parameter) for _, parameter in parameters] if self._dist.is_zero3 else []
         return self._dist.is_fsdp or bool(dealt) and None not in dealt and len({part.group for part in dealt}) == 1
 
 
 def reshard(model: nn.Module, dist: DistributedBackend) -> None:
-    """After a forward without backward FSDP2 leaves some parameters unsharded."""
+    """Shard what FSDP2 leaves unsharded after a forward without backward."""
     for module in model.modules() if dist.is_fsdp else ():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def reference_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(checkpoint name, parameter) of what a reference computes with, adapters left out: of a copy of the policy all;
-    of the policy itself the base and, of modules that PEFT copied to train them, the one that it calls now.
+    """Yield (checkpoint name, parameter) of what a reference computes with, without adapters: all of a copy of the
+    policy; of the policy itself the base and, of modules that PEFT copied to train them, the copy that it calls now.
     """
     called = []
     for name, module in model.named_modules():
@@ -156,6 +155,6 @@ def merged(layers: Iterable[BaseTunerLayer]) -> Iterator[None]:
 
 
 def _merges(model: nn.Module) -> bool:
-    """PEFT has adapters in this model and computes with them, so that its weights are a sum."""
+    """Return whether PEFT computes with adapters in this model, so that its weights are a sum."""
     layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
     return any(not layer.disable_adapters and layer.active_adapters for layer in layers)

@@ -33,7 +33,7 @@ from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_rati
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Settings of a correction. The default is token-level truncation at 2, the common choice for FP8 rollouts.
+    """Settings of a correction. The default is token truncation at 2, the common choice for FP8 rollouts.
 
     Args:
         level: What the ratio is taken over: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T).

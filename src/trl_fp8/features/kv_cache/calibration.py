@@ -6,10 +6,10 @@ vLLM 0.31 has no calibration of its own. Two sources of magnitudes, `kv_calibrat
               is seen, but with the weights of one optimizer step ago
     policy    the new weights are run over a bounded number of tokens: the coming prompts and the latest rollouts
 
-The latest rollouts are all that training generated at one step; those of an evaluation are never among them. Before
-the first ones there are only prompts, with either, and of images their tokens, not what a vision tower makes of them:
-with images `policy`, too, takes the old-log-prob pass into account. The same pass shows how many elements the scales
-in force did not hold; in training too many of them widen the margin.
+The latest rollouts are all that training generated at one step, never those of an evaluation. Before the first ones
+both sources have only prompts. Of images they see the tokens, not the output of a vision tower, so with images
+`policy` also uses the old-log-prob pass. That pass also counts the elements beyond the scales in force; in training
+too many of them widen the margin.
 
 What changes from call to call is one immutable `KVState`. Each of these returns the next one:
 

@@ -111,7 +111,7 @@ class KVCache(Feature):
 
     @contextmanager
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        """Use the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
+        """Use the policy's scales: the KL divergence compares two models, not two ways to round k and v."""
         hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
         with self._cache(self.trainer.args.simulate_kv_cache), hook.as_engine(self.hook.scales_L3):
             yield
@@ -120,8 +120,8 @@ class KVCache(Feature):
         return self._cache(simulated=True)
 
     def _cache(self, simulated: bool) -> AbstractContextManager:
-        """Count positions as the engine does. If `simulated`, show the policy the cache of the latest rollouts, unless
-        it sees that of those in a loss.
+        """Count positions as the engine does. If `simulated`, simulate the cache of the latest rollouts, unless that of
+        the rollouts in a loss is simulated.
         """
         scales_L3 = self.hook.scales_L3
         if scales_L3 is None and simulated:
@@ -140,7 +140,7 @@ class KVCache(Feature):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self.hook.align(True)
-        # Rollouts that an earlier attempt left may have them, where this one does not simulate
+        # Rollouts left by an earlier attempt may have scales although this one does not simulate
         if SCALES_IN_FORCE in inputs:
             scales_L3 = inputs[SCALES_IN_FORCE][0]
             self._in_engine.resume(scales_L3)

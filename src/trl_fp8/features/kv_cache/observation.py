@@ -92,7 +92,7 @@ def observe_sequences(
         sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
         pad_token_id: Any valid token id; padding is masked.
         max_tokens: Bound on the tokens of all forwards without padding, and on those of each forward with it.
-        fused_lm_head: The model has TRL's fused output head, which is then asked for no token at all.
+        fused_lm_head: The model has TRL's fused output head, which then scores no token.
         moments: Measure `logit_error_L`, too.
         reduce_max: As for `reduce_together`. Ranks then run the same number of forwards: each is a collective for a
             sharded policy.

@@ -1,7 +1,7 @@
 """`fp8_run.jsonl` in a run's output_dir: a line for its facts, a line for each generation, a line for each log.
 
 It is written as the run goes, so that a report can be made of a run that is not finished or was killed. A resumed run
-continues the file: what an earlier attempt had done beyond the step from which it was resumed does not count.
+continues the file: lines of an earlier attempt beyond the step of the resume do not count.
 
 A run that begins at step 0 in the folder of another one writes to `fp8_run.new.jsonl` until its first step is done.
 Then the other run's file becomes `fp8_run.1.jsonl` (or the next free number), and the new one takes its name. So a run
@@ -28,7 +28,7 @@ class Run:
     """One run as its file tells it.
 
     Attributes:
-        name: Of its folder; with folders above it where another run has the same.
+        name: Its folder's name; with parent folders if another run has the same.
         facts: `run_facts`.
         logs: What TRL logged, by step, as in `trainer.state.log_history`.
         rollouts: One entry a generation: step, log_ratio_counts, log_ratio_limit, log_probs, kv_scales [L][3],
@@ -114,7 +114,7 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Read several, each with as much of its path for a name as tells it from the others.
+    """Read several runs. Each is named by as much of its path as tells it from the others.
 
     Raises:
         ValueError: As `read_run`, or a folder is named twice.

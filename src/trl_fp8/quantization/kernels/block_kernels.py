@@ -1,4 +1,4 @@
-"""Triton kernels that read a tensor once: blockwise quantization, there and back.
+"""Triton kernels that read a tensor once: quantization in blocks, and back.
 
 torch's operations would read and write an fp32 copy half a dozen times, which takes as long as the GEMM that the codes
 are for. The results equal those of codec/blockwise.py and codec/digest.py on CPU, byte for byte: sums modulo 2**64 do
@@ -176,8 +176,7 @@ def _quantize(
     amax = tl.max(tl.max(magnitude, axis=1), axis=0) if SQUARE else tl.max(magnitude, axis=1)
     floor = tl.full((), amax_floor, tl.float32).to(tl.int32, bitcast=True)
 
-    # 2. The scale, by which codes are multiplied to give values back. Triton's `/` may be off by two units in the last
-    # place, `div_rn` is rounded as torch's is
+    # 2. The scale. Triton's `/` may be off by two units in the last place; `div_rn` is rounded as torch's is
     inverse = tl.div_rn(tl.maximum(amax, floor).to(tl.float32, bitcast=True), LIMIT)
     if POW2:
         # The next power of two: a mantissa that is not zero carries into the exponent and is cut off, one that is zero

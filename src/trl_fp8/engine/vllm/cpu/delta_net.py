@@ -37,7 +37,7 @@ def register_cpu_delta_net() -> None:
 def delta_net(
     layer: nn.Module, metadata: GDNAttentionMetadata, mixed_qkv: Tensor, b: Tensor, a: Tensor, out: Tensor
 ) -> None:
-    """Write to `out` `[T, Z, V]` what a layer makes of `mixed_qkv` `[T, 2HK + ZV]` and of b and a, `[T, Z]`; requests
+    """Write a layer's output for `mixed_qkv` `[T, 2HK + ZV]` and for b and a, `[T, Z]`, to `out` `[T, Z, V]`. Requests
     lie one after the other, those that decode first.
     """
     requests = metadata.num_decodes + metadata.num_prefills
@@ -59,8 +59,8 @@ def delta_net(
 
 
 def _cached(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """Views of a layer's cache: the last inputs of its convolution `[slots, 2HK + ZV, C - 1]`, states `[slots, Z, K,
-    V]`.
+    """Return views of a layer's cache: the last inputs of its convolution `[slots, 2HK + ZV, C - 1]`, and states
+    `[slots, Z, K, V]`.
     """
     inputs, states = layer.kv_cache[0], layer.kv_cache[1]
     inputs = inputs if is_conv_state_dim_first() else inputs.transpose(-1, -2)
@@ -68,7 +68,7 @@ def _cached(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-    """(state after one token of each request, FP64 `[R, Z, K, V]`; output `[R, Z, V]`)."""
+    """Return the state after one token of each request, FP64 `[R, Z, K, V]`, and the output `[R, Z, V]`."""
     keys, heads = layer.key_dim // layer.tp_size, state.shape[1]
     q, k, v = x.split([keys, keys, x.shape[-1] - 2 * keys], -1)
     q, k = (_unit(each.double().unflatten(-1, (-1, layer.head_k_dim)), heads) for each in (q, k))
@@ -82,6 +82,6 @@ def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> t
 
 
 def _unit(heads_RHK: Tensor, heads: int) -> Tensor:
-    """Each head divided by its length; `heads` of them, as many of v as share one lie side by side."""
+    """Return each head divided by its length, repeated to `heads`: those of v that share one lie side by side."""
     unit = heads_RHK * (heads_RHK.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
     return unit.repeat_interleave(heads // heads_RHK.shape[1], 1)

@@ -1,7 +1,7 @@
 """MLA on a CPU engine, over vLLM's paged cache of latents, in FP64: a token's bits are the same in every batch.
 
-vLLM expands the latents of a prefill by kv_b_proj, and in a decode multiplies queries and outputs by the two parts of
-that weight which it keeps for it. Here every token is a decode: what a sync derives is what all of them read.
+vLLM expands the latents of a prefill by kv_b_proj. In a decode it multiplies queries and outputs by two parts of that
+weight, which it keeps for this. Here every token is computed as in a decode: all read the parts that a sync derives.
 
     write:  bytes = e4m3(latent / k_scale), round to nearest even, saturating                 (a BF16 cache: itself)
     read:   latent = bytes * k_scale; softmax((q W_UK) latent^T) latent W_UV in fp64; q and the output in BF16
@@ -33,7 +33,7 @@ class ReferenceLatentAttention(CPUMLABackend):
 
 @dataclass(frozen=True)
 class LatentMetadata:
-    """vLLM's common metadata, and that it has every token attended by `forward_mha`."""
+    """vLLM's common metadata, without decodes: so vLLM has `forward_mha` attend every token."""
 
     common: CommonAttentionMetadata
     num_decodes: int = 0
@@ -91,6 +91,6 @@ class ReferenceLatentImpl(CPUMLAImpl):
         output.copy_(values.float().reshape(output.shape))
 
     def _layer(self) -> nn.Module:
-        """The layer whose implementation this is; vLLM hands it to `forward_mqa` alone."""
+        """Return the layer of this implementation. vLLM passes it only to `forward_mqa`."""
         layers = get_forward_context().no_compile_layers.values()
         return next(layer for layer in layers if getattr(layer, "impl", None) is self)

@@ -1,7 +1,7 @@
-"""Norms, activations and gate weights of a CPU engine: no other row of a batch changes a bit.
+"""Norms, activations and gate weights of a CPU engine: a row's bits do not depend on the batch.
 
-torch adds a row's squares in FP32 in an order of the host's, and computes the same function of a number differently at
-the end of a vector. Both are hidden where the operation is FP64 and rounded once. vLLM's code also rounds elsewhere
+torch adds a row's squares in FP32 in an order that depends on the host, and computes a function differently at the end
+of a vector. Neither shows if the operation is FP64 and rounded once. vLLM's code also rounds elsewhere
 than transformers' BF16 arithmetic does, and e4m3 magnifies every BF16 step of difference. A CPU engine here computes:
 
     norm                  the normalized value is FP64, rounded as transformers rounds it
@@ -34,7 +34,7 @@ PROVIDER = "trl_fp8"
 
 
 def gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`activation(x[..., :d]) * x[..., d:]`, each rounded to x's dtype."""
+    """Return `activation(x[..., :d]) * x[..., d:]`, each rounded to x's dtype."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate) * up
 
@@ -51,7 +51,7 @@ class ReferenceGeluAndMul(GeluAndMul):
 
 
 class OneGroupRouter(cpu_router.CPURouter):
-    """vLLM's router, which knows sigmoids in groups of experts alone, also for those of all experts (MiniMax-M2)."""
+    """vLLM's router, which has sigmoids only for groups of experts, with one group of all experts (MiniMax-M2)."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -75,13 +75,13 @@ def register_cpu_ops() -> None:
 
 
 def silu(x: Tensor) -> Tensor:
-    """SiLU of `x`, rounded once to its dtype."""
+    """Return SiLU of `x`, rounded once to its dtype."""
     wide = x.double()
     return (wide * torch.sigmoid(wide)).float().to(x.dtype)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU of `x`, rounded once to its dtype."""
+    """Return GELU of `x`, rounded once to its dtype."""
     # as torch writes it, 1 + tanh and 1 + erf lose all digits where both are near 0
     wide = x.double()
     if approximate == "tanh":
@@ -92,7 +92,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    """x `[..., K]` over the root mean square of its first `variance_size` columns (None: all), times `weight` `[K]`.
+    """Return x `[..., K]` over the root mean square of its first `variance_size` columns (None: all), times `weight`.
 
     The normalized value is rounded to the dtype of `weight`, its product with `weight` to that of `x`.
     """
@@ -104,7 +104,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 
 
 def layer_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x `[..., K]` less its mean, over its standard deviation, times `weight`; FP32 before the product."""
+    """Return x `[..., K]` less its mean, over its standard deviation, times `weight`; FP32 before the product."""
     wide = x.double()
     return rms_norm(wide - wide.mean(-1, keepdim=True), weight.float(), epsilon).to(x.dtype)
 

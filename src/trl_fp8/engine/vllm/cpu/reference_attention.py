@@ -1,14 +1,14 @@
-"""Attention of a CPU engine over vLLM's paged cache, out of plain torch operations: `attend` is all of its arithmetic.
+"""Attention of a CPU engine over vLLM's paged cache, in plain torch operations: `attend` is all of its arithmetic.
 
 vLLM's own CPU kernels give a token other bits in another batch, and the one for an FP8 cache needs AVX-512 and rounds
 toward zero where the CUDA kernels round to nearest. Here sums and softmax are FP64 and rounded once, so that a decode
-step gives what a prefill of the same tokens gives, and what `attend_packed` gives to whoever holds the tokens whole:
+step gives what a prefill of the same tokens gives, and what `attend_packed` gives for whole sequences:
 
     write:  bytes = e4m3(k / k_scale), round to nearest even, saturating          (same for v; a BF16 cache: k itself)
     read:   k = bytes * k_scale; softmax(q k^T) v in fp64; q and the output in the model's dtype
 
-A head with an attention sink s gives each query one more score, s, for which there is nothing to read: the softmax of
-the others sums to less than 1.
+A head with an attention sink s gives each query one more score, s, without a value: the softmax of the others
+sums to less than 1.
 
 Shape letters: T and N tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
 """
@@ -32,12 +32,12 @@ from trl_fp8.quantization.codec.e4m3 import cache_codes, e4m3_values
 
 
 SCORES_BYTES = 64 * 2**20  # of FP64 attention scores at a time
-READ_BYTES = 2 * 2**20  # of FP64 keys and values at a time; more of them leave the second cache of a core
+READ_BYTES = 2 * 2**20  # of FP64 keys and values at a time; more of them do not fit a core's L2 cache
 
 
 @contextmanager
 def overridden(backend: AttentionBackendEnum, cls: type[AttentionBackend]) -> Iterator[None]:
-    """Engines started inside the block have `cls` for a backend (vLLM's public override)."""
+    """Let engines that start inside the block use `cls` for a backend (vLLM's public override)."""
     register_backend(backend, f"{cls.__module__}.{cls.__qualname__}")
     try:
         yield
@@ -160,7 +160,7 @@ def attend(
         # the heads of a group read the same keys, as if they were more queries
         q_RGhqD = q.double().unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
         sizes = q_RGhqD.shape
-        if softcap is None:  # which torch's kernel knows none of
+        if softcap is None:  # torch's kernel has none
             hidden_RqS = torch.zeros((), dtype=torch.float64).where(seen_RqS, -torch.inf)
             hidden_R1nS = hidden_RqS[:, None, None].expand(-1, -1, sizes[2], -1, -1).flatten(2, 3)
             read_RGnD, lse_RGn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -191,11 +191,11 @@ def attend_packed(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The engine's causal attention for whole sequences, one after the other, bit for bit: `[N, H, D]` in q's dtype,
-    and the log of the softmax's denominators `[H, N]` in FP64.
+    """Return the engine's causal attention of whole sequences, one after the other, bit for bit: `[N, H, D]` in q's
+    dtype, and the log of the softmax's denominators `[H, N]` in FP64.
 
     k and v are as they are read from the cache; `starts` `[sequences + 1]` says where each begins, and the number of
-    tokens; `window` is in tokens, itself included; `sinks_H` are a score for each head of which nothing is read.
+    tokens; `window` is in tokens, itself included; `sinks_H` are a score for each head, without a value.
     """
     if not len(q_NHD):
         return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float64)
@@ -224,16 +224,16 @@ def _see_whole(images: list[tuple[int, int]], visible_QS: Tensor, first: int) ->
 
 
 def padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
-    """`[N, ...]` -> `[R, Q, ...]`, zero where `real_RQ` is false."""
+    """Return `[N, ...]` as `[R, Q, ...]`, zero where `real_RQ` is false."""
     rows = packed.new_zeros(*real_RQ.shape, *packed.shape[1:])
     rows[real_RQ] = packed
     return rows
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | float) -> Tensor:
-    """Each request's cached tokens, `[blocks, ..., block, D]` -> `[R, ..., S, D]`; codes times `scale` in FP32.
+    """Return each request's cached tokens, `[R, ..., S, D]` of `[blocks, ..., block, D]`; codes times `scale` in FP32.
 
-    Beyond a request is its garbage, but no NaN: masking that gives NaN.
+    Beyond the end of a request is garbage, but no NaN, which masking would not remove.
     """
     table = block_table[:, : -(-length // cache.shape[-2])]
     blocks = cache.index_select(0, table.flatten()).unflatten(0, table.shape)
@@ -242,6 +242,6 @@ def gather(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | floa
 
 
 def keys_and_values(kv_cache: Tensor) -> Tensor:
-    """`[blocks, G, block, 2 D]` -> `[blocks, G, 2, block, D]`, as vLLM's CPU backend lays it out."""
+    """Return `[blocks, G, block, 2 D]` as `[blocks, G, 2, block, D]`, as vLLM's CPU backend lays it out."""
     blocks, heads, block_size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2, block_size, width // 2)

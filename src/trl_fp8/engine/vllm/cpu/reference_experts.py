@@ -47,12 +47,12 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
     _supports_activation = staticmethod(ACTIVATIONS.__contains__)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: weights stay as they were loaded."""
+        """Do nothing: weights stay as they were loaded."""
 
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *, apply_router_weight_on_input, **_
     ) -> None:
-        """hidden_states [T, H]; w1 [E, 2I, H]; w2 [E, H, I]; topk_weights and topk_ids [T, K]; fills output [T, H]."""
+        """Fill output [T, H]: hidden_states [T, H]; w1 [E, 2I, H]; w2 [E, H, I]; topk_weights and topk_ids [T, K]."""
         if apply_router_weight_on_input:
             raise NotImplementedError("the CPU engine's reference weighs what comes out of experts, not what goes in.")
         dtype, experts_per_token = output.dtype, topk_ids.shape[1]
@@ -78,7 +78,7 @@ def register_cpu_experts() -> None:
 
 
 def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, tokens_E: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """x `[P, in]`, of which `tokens_E` rows in turn are each expert's, through weight `[E, out, in]` -> `[P, out]`."""
+    """Return x `[P, in]`, `tokens_E` rows for each expert in turn, through weight `[E, out, in]`: `[P, out]`."""
     return torch.cat(
         [
             linear(rows, weight[expert], None if bias is None else bias[expert], dtype)

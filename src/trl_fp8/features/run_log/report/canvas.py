@@ -43,7 +43,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 def inline_svg(figure: Figure, name: str) -> str:
     """Return an `<svg>` element for a page, with a `name` unique there. Letters stay letters, in the page's font.
 
-    The title is left to the page. Places are those that `save` has found, as finding them takes most of the time.
+    The title is left to the page. The layout is the one that `save` has found, which takes most of the time.
     """
     figure.set_layout_engine("none")
     for axes in figure.axes:

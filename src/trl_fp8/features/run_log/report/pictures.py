@@ -16,7 +16,7 @@ MISMATCH = Panel(
     "",  # of each run, by its `mismatch_key`
     "Mismatch",
     "nats",
-    "How far engine and trainer are apart: mean difference of their log-probs for the sampled tokens.",
+    "How far engine and trainer are apart: mean log-prob difference over the sampled tokens.",
 )
 LENGTH = Panel("completions/mean_length", "Completion length", "tokens", "Mean over the completions of a step.")
 TIME = Panel("step_time", "Step time", "seconds", "Sampling, scoring and training.", steady=True)
