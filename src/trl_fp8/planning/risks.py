@@ -45,7 +45,7 @@ def _of_model(plan: Plan, base_in_engine: bool) -> list[Risk]:
         found.append(Risk(f"architecture not tested ({outline.config_type})."))
     if any(map(is_vision, outline.parameters)):
         found.append(Risk("its vision tower stays in BF16."))
-        found.append(Risk("images with tensor parallelism, FSDP2 or ZeRO-3: nobody has run them."))
+        found.append(Risk("images with tensor parallelism, FSDP2 or ZeRO-3 have not been tested."))
     if outline.stored_as and not (base_in_engine and outline.stored_as == "fp8"):  # which is taken as it is
         stored = f"the checkpoint itself is quantized ({outline.stored_as})"
         anew = ", and the engine gets weights that are quantized anew at every sync" if recipe.fp8_weights else ""

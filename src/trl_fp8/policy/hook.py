@@ -113,7 +113,7 @@ class AttentionHook:
 
     @contextmanager
     def as_engine(self, scales_L3: Tensor | None) -> Iterator[None]:
-        """Inside the block count positions as the engine does, and simulate its cache under these scales."""
+        """Count positions as the engine does inside the block, and simulate its cache under these scales."""
         before = self._aligned, self.scales_L3
         self._aligned, self.scales_L3 = True, scales_L3
         try:

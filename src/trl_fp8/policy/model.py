@@ -1,7 +1,7 @@
 """The trained model: inside its wrappers, as its own reference, loaded from a quantized checkpoint; its processor.
 
 A policy that starts from an FP8 checkpoint such as Qwen3-8B-FP8, or from GPT-OSS with its experts in MXFP4, is trained
-and saved in high precision. transformers 5.17 keeps weights on a GPU that cannot be trained, and dequantizes on CPU.
+and saved in high precision. On a GPU transformers 5.17 keeps weights that cannot be trained; on CPU it dequantizes.
 Either way it undoes its conversion in `save_pretrained`. To FP8 it quantizes every matrix, embeddings and output head
 included; of MXFP4 it writes the experts of one layer, under no name of the model. It also drops `quantization_config`,
 so that the saved model loads as noise. Experts from MXFP4 are in BF16, whatever dtype was requested.

@@ -183,7 +183,7 @@ FAMILIES = {
     "llama": Family(activations=_SILU, followed=True),
     "llama4_text": _refused("vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back"),
     "mellum": Family(),
-    "minicpm3": _refused("vLLM's class quantizes q_a_proj, which it gives no name, whatever is asked of it"),
+    "minicpm3": _refused("vLLM's class always quantizes q_a_proj, because it has no name to list in a config"),
     "minimax_m2": Family(fp32=_ROUTER, stored=_MIXTRAL, engine_fields=_minimax_m2),
     "ministral3": Family(activations=_SILU),
     "mistral": Family(activations=_SILU, followed=True),

@@ -17,7 +17,7 @@ class LayerCache:
 
 @dataclass(frozen=True)
 class Outline:
-    """Names are those of the checkpoint, in the order of the model; adapters are left out."""
+    """Outline of a model, without adapters. Names are those of the checkpoint, in the order of the model."""
 
     name: str  # of the checkpoint, or of the class where there is none
     class_name: str

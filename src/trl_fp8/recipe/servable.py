@@ -74,8 +74,8 @@ def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | 
     found = resolve(outline.architectures) if resolve is not None else outline.class_name
     if (found or "").startswith("Transformers") and not family.by_transformers:
         return (
-            "vLLM 0.31 has no class of its own for them and falls back to its transformers backend, of which is known "
-            f"what it makes of {', '.join(backed)}"
+            "vLLM 0.31 has no class of its own for them and falls back to its transformers backend, which was "
+            f"tested only with {', '.join(backed)}"
         )
     if found is None:
         return f"vLLM 0.31 knows no class for {', '.join(outline.architectures)} (a vLLM plugin may register one)"

@@ -167,7 +167,7 @@ class Rollouts:
 
     @cached_property
     def sequences(self) -> list[list[int]]:
-        """Prompt and completion of each rollout."""
+        """Return prompt and completion of each rollout."""
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [list(prompt) + list(completion) for prompt, completion in pairs]
 
@@ -182,12 +182,12 @@ class Batch:
 
     @property
     def mask_BT(self) -> torch.Tensor:
-        """Nonzero at the tokens that the policy wrote: the completion without padding and tool output."""
+        """Return the mask of tokens that the policy wrote: the completion without padding and tool output."""
         return self.tensors[COMPLETION_MASK] * self.tensors.get(TOOL_MASK, 1)
 
     @cached_property
     def ratio(self) -> LogRatio | None:
-        """Log-ratios of the tokens that the policy wrote; None if TRL did not ask both sides for log-probs.
+        """Return log-ratios of the tokens that the policy wrote; None if TRL did not ask both sides for log-probs.
 
         The first access computes them, and has to come before a correction replaces the log-probs.
         """

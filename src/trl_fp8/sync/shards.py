@@ -36,12 +36,12 @@ class Rows:
 
     @property
     def each(self) -> int:
-        """Rows of each rank; the last ranks may have fewer."""
+        """Return the rows of each rank; the last ranks may have fewer."""
         return -(-self.count // self.ranks)
 
     @property
     def padded(self) -> int:
-        """Rows that a gather takes: the parts of the last ranks are padded to the size of the others."""
+        """Return the rows that a gather takes: the parts of the last ranks are padded to the size of the others."""
         return self.each * self.ranks
 
     def of(self, rank: int) -> slice:
@@ -73,7 +73,7 @@ class Sharded(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of all parts together."""
+        """Return the shape of all parts together."""
         return self.whole if self.local.dim() == len(self.whole) else torch.Size([self.whole.numel()])
 
     @classmethod

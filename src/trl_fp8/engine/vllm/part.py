@@ -79,7 +79,7 @@ class RolloutLog(EnginePart, ABC):
     source: Callable[[list[RequestOutput]], list] | None = None  # requests of one call -> a note on each
     calls: int = 0
     records: list[tuple[bytes, object]] = field(default_factory=list)  # token ids of each completion, and its note
-    unknown: ClassVar[str]  # what nobody knows of rollouts without notes, and what to do about it
+    unknown: ClassVar[str]  # what is not known of rollouts without notes, and what to do about it
     otherwise: ClassVar[str]
 
     def begin(self) -> None:

@@ -123,7 +123,7 @@ class RolloutLLM(LLM):
         return torch.tensor([row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)])
 
     def share_weights(self) -> None:
-        """From now on the trainer computes with the engine's weights, also while the engine sleeps."""
+        """Keep the weights in device memory from now on: the trainer computes with them while the engine sleeps."""
         self._weights_shared = True
 
     @property

@@ -120,8 +120,8 @@ class KVCache(Feature):
         return self._cache(simulated=True)
 
     def _cache(self, simulated: bool) -> AbstractContextManager:
-        """Count positions as the engine does. If `simulated`, simulate the cache of the latest rollouts, unless that of
-        the rollouts in a loss is simulated.
+        """Count positions as the engine does. If `simulated`, use the cache of the latest rollouts, unless that of the
+        rollouts in a loss is in use.
         """
         scales_L3 = self.hook.scales_L3
         if scales_L3 is None and simulated:
@@ -173,7 +173,7 @@ class KVCache(Feature):
 
     @property
     def in_force(self) -> KVScales:
-        """Scales that the engine got at the latest sync."""
+        """Return the scales that the engine got at the latest sync."""
         return self.trainer.vllm_generation.last_sync.carried[KV_SCALES]
 
     @property

@@ -60,7 +60,7 @@ class KVCacheFlags(FlagGroup):
 
     @property
     def skip_layers(self) -> tuple[int, ...] | None:
-        """`kv_cache_skip_layers` as numbers; None for 'auto'."""
+        """Return `kv_cache_skip_layers` as numbers; None for 'auto'."""
         if self.kv_cache_skip_layers == ["auto"]:
             return None
         return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())

@@ -60,7 +60,7 @@ NARROW = 512
 # and twice vLLM's step of K halves the number of waits. This takes 49 KiB of shared memory, in BF16 and in FP32
 NARROW_TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "num_warps": 4, "num_stages": 5}
 # vLLM's own choice for FP8 experts from 65 tokens on, with half of K's step for BF16. It is fast for prefills and the
-# trainer. A decode reads all weights of an expert for a few tokens, in whatever tiles
+# trainer. A decode reads all weights of an expert for a few tokens, in any tiles
 EXPERTS_TILE = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32, "SPLIT_K": 1}
 EXPERTS_TILE |= {"num_warps": 4, "num_stages": 3}
 

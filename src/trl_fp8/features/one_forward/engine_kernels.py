@@ -64,7 +64,7 @@ class EngineLinear:
     """A linear layer of the engine, see `engine.kernels.Linear`."""
 
     def __init__(self, module: nn.Module, layout: Layout, spec: FormatSpec, layers: dict[str, str]):
-        """`layers` maps the policy's names of the layers that `module` computes to the engine's."""
+        """Wrap `module`; `layers` maps the policy's names of the layers that it computes to the engine's."""
         self._module, self._layout, self._format, self._names = module, layout, spec, layers
         self.layers = tuple(layers)
 
@@ -80,8 +80,8 @@ class VLLMKernels:
     """The kernels of one engine, see `engine.kernels.EngineKernels`."""
 
     def __init__(self, model: nn.Module, layout: Layout, recipe: FP8Recipe, attention: Callable, tokens: int):
-        """`attention` makes an `engine.kernels.Attention` of a layer of the engine. The engine has room for `tokens`
-        tokens at once.
+        """Find the kernels of `model`. `attention` makes an `engine.kernels.Attention` of a layer; the engine has room
+        for `tokens` tokens at once.
         """
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
         text = model.get_language_model() if supports_multimodal(model) else model

@@ -44,8 +44,8 @@ class ReferenceWeights:
     def __init__(
         self, delivery: InPlaceDelivery, part: TensorGroup, parameters: Parameters, reduce_max: ReduceMax | None
     ):
-        """`part`: engine tensors that a trainer computes with, and where the reference's weights for them come from.
-        `parameters` returns this rank's share of those weights.
+        """Take the engine tensors that a trainer computes with and the source of the reference's weights for them
+        (`part`). `parameters` returns this rank's share of those weights.
         """
         self._delivery, self._part, self._parameters, self._reduce_max = delivery, part, parameters, reduce_max
         self._spares: dict[str, torch.Tensor] = {}  # name -> contents of the model that is not in the engine now

@@ -271,7 +271,7 @@ class Comparison:
 
     @property
     def layers(self) -> int:
-        """Number of layers that ran on both sides. 0: the engine is compiled, and calls none of them."""
+        """Return the number of layers that ran on both sides. 0: the engine is compiled, and calls none of them."""
         return len({name for name, _ in self._engine} & {name for name, _ in self._policy})
 
     def first_difference(self) -> str | None:

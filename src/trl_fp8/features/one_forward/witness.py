@@ -40,7 +40,7 @@ GATES = torch.linspace(-6, 6, 241)[:, None]  # inputs of activation functions
 class Witness:
     """Compares what runs inside of `watching`, and keeps the result in `findings`.
 
-    `model` is the policy, in whatever wrappings, `hook` is on its attention, and `forward` lets it follow the engine
+    `model` is the policy, in any wrappers, `hook` is on its attention, and `forward` lets it follow the engine
     (None: it does not). The longest sequence of the run has `longest` tokens.
     """
 

@@ -24,7 +24,7 @@ from trl_fp8.upstream import vllm as upstream
 class SurvivorLog(RolloutLog):
     """Survivors of everything generated since `begin`."""
 
-    unknown = "nobody knows which tokens top_p, top_k and min_p left"
+    unknown = "the tokens that top_p, top_k and min_p left are not known"
     otherwise = "sample from the full distribution (top_p=1.0, top_k=0, min_p=None)"
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:

@@ -107,7 +107,7 @@ class Destination(NamedTuple):
     codes: torch.Tensor  # e4m3, of the weight's shape, any strides
     scale: torch.Tensor  # fp32 `[..., n, k]`, any strides
     amax: torch.Tensor | None = None  # as in `quantize_weight`
-    rows_before: tuple[int, int] = (0, 0)  # rows of codes and of scales before this part: see `digest`
+    rows_before: tuple[int, int] = (0, 0)  # rows of codes and of scales before it, leading dims counted: see `digest`
 
 
 def quantize_into(

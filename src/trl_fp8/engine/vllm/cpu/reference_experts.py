@@ -26,7 +26,7 @@ from .reference_linear import linear
 
 
 def swigluoai(gate_up: Tensor) -> Tensor:
-    """(up + 1) * gate * sigmoid(1.702 gate), both clamped, of rows where gate and up take turns; rounded once."""
+    """Return (up + 1) * gate * sigmoid(1.702 gate), both clamped, where gate and up take turns; rounded once."""
     gate, up = gate_up.double().unflatten(-1, (-1, 2)).unbind(-1)
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return ((up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)).float().to(gate_up.dtype)
