@@ -1,16 +1,13 @@
 """The mismatch of rollouts, split: a healthy run has no unexplained part, and each planted fault is one."""
 
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
-import torch
-from datasets import Dataset
 from peft import LoraConfig
 
+from testing.planted_faults import ADAPTERS, FAULTS, LONG, adapters_unsent, restart_of, same_prompts
 from testing.runs import arguments, rows, training, trajectory
-from trl_fp8.engine.vllm import generation as engine_generation
-from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.features.one_forward.explanation import Explanation
 from trl_fp8.features.one_forward.unexplained import (
     EXPLAINED,
@@ -20,86 +17,6 @@ from trl_fp8.features.one_forward.unexplained import (
     explained_note,
     mismatch_warnings,
 )
-from trl_fp8.upstream.vllm import engine_model
-
-
-FILLER = " ".join(str(number) for number in range(10, 74))  # fills a block of the prefix cache: 128 tokens
-LONG = {"vllm_max_model_length": 384, "explain_mismatch_steps": 1, "max_steps": 2}
-
-
-def same_prompts():
-    return Dataset.from_list([{"prompt": f"{FILLER} {row}+1="} for row in range(2)] * 4)
-
-
-@contextmanager
-def changed(tensor, factor):
-    """Multiply a tensor of the engine inside the block."""
-    before = tensor.clone()
-    tensor.mul_(factor)
-    yield
-    tensor.copy_(before)
-
-
-@contextmanager
-def replaced(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    yield
-    setattr(owner, name, before)
-
-
-def while_sampling(plant):
-    """Return a fault that `plant(engine's model)` makes before each call of the engine and undoes after it."""
-
-    @contextmanager
-    def fault(trainer):
-        llm = trainer.vllm_generation.llm
-        generate = llm.generate
-
-        def generate_with_fault(*args, **kwargs):
-            with plant(engine_model(llm)), torch.no_grad():
-                return generate(*args, **kwargs)
-
-        llm.generate = generate_with_fault
-        yield
-        del llm.generate
-
-    return fault
-
-
-def other_kv_scales(model):
-    attention = attention_layers(model)[1]
-    return replaced(attention, "_k_scale_float", attention._k_scale_float / 8)
-
-
-@contextmanager
-def policy_one_step_old(trainer):
-    """The second step samples from the weights of the first."""
-    generation, calls = trainer.vllm_generation, []
-    sync = generation.sync_weights
-
-    def first_only():
-        calls.append(1)
-        if len(calls) == 1:
-            sync()
-
-    generation.sync_weights = first_only
-    yield
-    del generation.sync_weights
-
-
-FAULTS = {
-    "stale KV scale": while_sampling(other_kv_scales),
-    "dropped layer scale": while_sampling(
-        lambda model: changed(model.model.layers[0].mlp.down_proj.weight_scale_inv.data, 0.5)
-    ),
-    "head of other weights": while_sampling(lambda model: changed(model.lm_head.weight.data, 1.1)),
-    "policy one step old": policy_one_step_old,
-    "temperature on one side": lambda trainer: replaced(trainer.vllm_generation, "temperature", 0.8),
-    "prefix cache not reset": lambda trainer: replaced(
-        trainer.vllm_generation.engine, "reset_prefix_cache", lambda: None
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +24,11 @@ def trainer(checkpoint, tmp_path_factory):
     args = arguments(tmp_path_factory.mktemp("explained"), **LONG)
     with training(checkpoint("qwen3", max_position_embeddings=384), args, train=same_prompts()) as trainer:
         yield trainer
+
+
+@pytest.fixture(scope="module")
+def restart(trainer):
+    return restart_of(trainer)
 
 
 def run(trainer, fault, caplog):
@@ -120,7 +42,7 @@ def run(trainer, fault, caplog):
 
 
 @pytest.mark.engine
-def test_a_healthy_run_has_no_unexplained_part_and_no_warning(trainer, caplog):
+def test_a_healthy_run_has_no_unexplained_part_and_no_warning(trainer, restart, caplog):
     passes = trainer.feature(Explanation).passes
     found, warnings = run(trainer, nullcontext(), caplog)
     assert len(found) == trainer.feature(Explanation).passes - passes == 2
@@ -132,19 +54,18 @@ def test_a_healthy_run_has_no_unexplained_part_and_no_warning(trainer, caplog):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_unexplained(name, trainer, caplog):
+def test_a_planted_fault_is_unexplained(name, trainer, restart, caplog):
+    restart()
     found, warnings = run(trainer, FAULTS[name](trainer), caplog)
     assert max(row[UNEXPLAINED] for row in found) > MAX_UNEXPLAINED_K3
     assert len(warnings) == 1 and "FP8 is not the cause" in warnings[0]  # once a run
 
 
 @pytest.mark.engine
-def test_adapters_that_a_sync_does_not_send_are_named(checkpoint, tmp_path, caplog, monkeypatch):
+def test_adapters_that_a_sync_does_not_send_are_named(checkpoint, tmp_path, caplog):
     """The engine holds what it was sent, so that its kernels repeat the fault: the policy's own modules show it."""
-    monkeypatch.setattr(engine_generation, "merged", lambda adapters: nullcontext())
-    lora = LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", lora_alpha=64)
     args = arguments(tmp_path, max_steps=1, explain_mismatch_steps=1)
-    with training(checkpoint("qwen3"), args, peft_config=lora) as trainer:
+    with adapters_unsent(), training(checkpoint("qwen3"), args, peft_config=ADAPTERS) as trainer:
         found, [warning] = run(trainer, nullcontext(), caplog)
     assert found[0][UNEXPLAINED] == pytest.approx(found[0]["mismatch/k3_kl"], rel=1e-6) and found[0][EXPLAINED] == 0
     assert "model.layers.0.self_attn.v_proj: output (error" in warning
