@@ -315,7 +315,7 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", polic
         quantizes_query,
         require_auditable,
     )
-    from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers
+    from trl_fp8.engine.vllm.scale_copies import fp8_attention_layers
     from trl_fp8.recipe.from_model import caches_of
     from trl_fp8.recipe.outline import kv_layers
 

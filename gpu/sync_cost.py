@@ -188,12 +188,12 @@ class PretendedScales:
     def prepare(self) -> None: ...
 
     def write(self) -> None:
-        from trl_fp8.features.kv_cache.engine_scales import write_kv_scales
+        from trl_fp8.engine.vllm.scale_copies import write_kv_scales
 
         write_kv_scales(self._layers, self.value)
 
     def verify(self) -> None:
-        from trl_fp8.features.kv_cache.engine_scales import verify_kv_scales
+        from trl_fp8.engine.vllm.scale_copies import verify_kv_scales
 
         verify_kv_scales(self._layers, self.value)
 

@@ -25,8 +25,9 @@ from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platform import platform_of
+from trl_fp8.engine.vllm.scale_copies import write_kv_scales
 from trl_fp8.export.export import published
-from trl_fp8.features.kv_cache.engine_scales import EngineScales, write_kv_scales
+from trl_fp8.features.kv_cache.engine_scales import EngineScales
 from trl_fp8.features.one_forward.engine_kernels import KernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase

@@ -5,9 +5,10 @@ after another, each proven by its checksum. FP8 weights are held dequantized, an
 rollouts differ from the policy by the rounding of weights alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,17 +17,20 @@ from transformers import AutoModelForCausalLM
 from testing.fake_engine import FakeEngine
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.policy.hook import hook_of
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.delivery import SyncReport, Tensors
+from trl_fp8.sync.records import CarriedValue, SyncReport, Tensors
 
 
 class CopyingDelivery:
     """A `Delivery` that copies into `model`. `calls` records the calls."""
 
-    def __init__(self, model: nn.Module, recipe: FP8Recipe, calls: list[str]):
+    def __init__(self, model: nn.Module, recipe: FP8Recipe, calls: list[str], carried: CarriedValue | None = None):
+        self._carried = carried
         self.held, self._recipe, self._calls = dict(model.named_parameters()), recipe, calls
         self.last: SyncReport | None = None
         self.failures = 0
@@ -35,11 +39,15 @@ class CopyingDelivery:
     def deliver(self, tensors: Tensors, *, prepare: bool = True) -> SyncReport:
         self._calls.append("deliver")
         start, self._sent, sent = perf_counter(), None, {}
+        if self._carried and prepare:
+            self._carried.prepare()
         with tensors() as parameters:
             for name, tensor in parameters:
                 arriving = self._as_held(name, tensor.detach())
                 sent[name] = digest(arriving).item()
                 self.held[name].copy_(arriving)
+        if self._carried:
+            self._carried.write()
         self._sent = sent
         self._require_unchanged("weight sync failed its audit")
         self.last = SyncReport(
@@ -51,7 +59,7 @@ class CopyingDelivery:
             fp8_weights=len(self._recipe.fp8_tensors),
             weight_relative_error=0.0,
             dead_blocks={},
-            carried={},
+            carried={self._carried.name: self._carried.value} if self._carried else {},
         )
         return self.last
 
@@ -75,6 +83,23 @@ class CopyingDelivery:
         if changed:
             self._sent, self.failures = None, self.failures + 1
             raise RuntimeError(f"{otherwise}: {changed}")
+        if self._carried:
+            self._carried.verify()
+
+
+class SimulatedScales:
+    """A `KVScaleStore` over plain transformers, whose attention rounds k and v as an FP8 cache does."""
+
+    def __init__(self, model: nn.Module, skip_layers: tuple[int, ...]):
+        self._hook = hook_of(model)
+        self._hook.skip(skip_layers)
+
+    def write(self, scales: KVScales) -> None:
+        self._hook.simulate(scales.values)
+
+    def verify(self, scales: KVScales) -> None:
+        if self._hook.scales_L3 is None or not torch.equal(self._hook.scales_L3, scales.values):
+            raise RuntimeError("KV cache scales did not arrive in the engine")
 
 
 class FakeRolloutEngine:
@@ -83,7 +108,15 @@ class FakeRolloutEngine:
     pinned, replicas = {}, None
 
     def __init__(
-        self, recipe: FP8Recipe, after_sync: Callable[[], None], *, model, temperature, max_completion_length, **_
+        self,
+        recipe: FP8Recipe,
+        parts: Sequence[Any],
+        after_sync: Callable[[], None],
+        *,
+        model,
+        temperature,
+        max_completion_length,
+        **_,
     ):
         self.calls: list[str] = []
         self.model, self._after_sync = model, after_sync
@@ -92,8 +125,13 @@ class FakeRolloutEngine:
         # Random weights, as vLLM's dummy ones. A copy of the policy would share its forward, which TRL has patched
         self.kernels = FakeEngine(AutoModelForCausalLM.from_config(model.config), recipe)
         self.numerics = EngineNumerics(kernels={"FakeLinear": len(recipe.fp8_modules)})
-        self.delivery = CopyingDelivery(self.kernels.held, recipe, self.calls)
+        self.recipe, self.engine = recipe, self
+        carried = [each for part in parts for each in [part.carried(self)] if each is not None]
+        self.delivery = CopyingDelivery(self.kernels.held, recipe, self.calls, *carried)
         self._generator = torch.Generator().manual_seed(0)
+
+    def kv_scales(self) -> SimulatedScales:
+        return SimulatedScales(self.kernels.held, self.recipe.kv_cache_skip_layers)
 
     @property
     def last_sync(self) -> SyncReport | None:
@@ -126,7 +164,9 @@ class FakeRolloutEngine:
     def _continued(self, prompt: list[int]) -> tuple[list[int], list[list[float]]]:
         tokens, log_probs = [], []
         while len(tokens) < self._longest and tokens[-1:] != [self._end]:
-            logits = self.kernels.held(torch.tensor([prompt + tokens])).logits[0, -1] / self._temperature
+            logits = (
+                self.kernels.held(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1] / self._temperature
+            )
             row = logits.log_softmax(-1)
             tokens.append(int(torch.multinomial(row.exp(), 1, generator=self._generator)))
             log_probs.append([row[tokens[-1]].item()])
@@ -144,4 +184,4 @@ class FakeEngineTrainer(FP8GRPOTrainer):
     """A trainer whose rollouts come from a `FakeRolloutEngine`."""
 
     def _start_engine(self, recipe, parts, **kwargs) -> FakeRolloutEngine:
-        return FakeRolloutEngine(recipe, self._after_sync, **kwargs)
+        return FakeRolloutEngine(recipe, parts, self._after_sync, **kwargs)

@@ -76,7 +76,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("*", "rollouts.metrics"): "the same",
     ("features/*", "trainer.recipe"): "the run's, which two features resolve before the engine starts",
-    ("features/kv_cache/engine_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
+    ("engine/vllm/scale_copies.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/kv_cache/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization takes no argument",
     ("features/one_forward/*", "finalizer.atexit"): "weakref.finalize takes no argument for it",
     ("features/one_forward/followed_reference.py", "self._part.seal"): "a record of a delivery",
@@ -253,6 +253,12 @@ def test_a_feature_meets_vllm_in_its_engine_part_only():
     for path in (PACKAGE / "features").rglob("*.py"):
         vllm_imported = "vllm" in {name.split(".")[0] for name in imported(path)}
         assert path.name.startswith("engine_") or not vllm_imported, path
+
+
+def test_features_know_engines_by_the_contract():
+    """No feature names the class of one engine: what it needs stands in `engine/protocol.py` or comes to its part."""
+    for path in (PACKAGE / "features").rglob("*.py"):
+        assert "FP8VLLMGeneration" not in path.read_text(), path
 
 
 def test_a_name_is_given_once_and_the_top_is_small():

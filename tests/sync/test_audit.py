@@ -6,7 +6,7 @@ import torch
 from testing import engines
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.numerics import attention_layers, require_auditable
-from trl_fp8.features.kv_cache.engine_scales import write_kv_scales
+from trl_fp8.engine.vllm.scale_copies import write_kv_scales
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.sync import writer
 from trl_fp8.sync.policy_checks import require_same_tensors

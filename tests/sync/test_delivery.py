@@ -27,17 +27,25 @@ HELD = {
 
 
 class DictEngine:
-    """Writes its calls to `calls`. `broken` (which attempts to write weights raise what) go wrong."""
+    """Writes its calls to `calls`. `broken` and `lost` (which attempts to write weights, and to
+    take what was written, raise what) go wrong."""
 
     def __init__(self):
         self.held = {name: tensor.clone() for name, tensor in HELD.items()}
         owners = {name: SimpleNamespace(tensor=tensor) for name, tensor in self.held.items()}
         self.layout = Layout(Piece(name, owners[name], "tensor", tensor.dtype) for name, tensor in self.held.items())
         self.calls, self.broken, self.running, self.slept_without = [], {}, False, False
+        self.arrivals, self.lost = 0, {}
 
     def wake(self):
         self.calls.append("wake")
         return self.slept_without
+
+    def arrive(self):
+        self.arrivals += 1
+        error = self.lost.pop(self.arrivals, None)
+        if error:
+            raise error
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
@@ -494,3 +502,21 @@ def test_frozen_tensors_that_another_rank_lost_are_sent_by_all(in_parts):
     replicas.says = {replicas.agreed + 1: 1}
     delivery.deliver(tensors)
     assert engine.calls == ["wake", "base", "prepare", "trained", "scales", "verify", "reset"]
+
+
+def test_what_an_engine_could_not_take_is_written_once_more(plain):
+    delivery, engine, tensors = plain
+    engine.lost = {1: RuntimeError("the server does not answer")}
+    delivery.deliver(tensors)
+    assert engine.arrivals == 2 and engine.calls.count("write") == 2
+    delivery.verify()
+
+
+def test_an_engine_that_takes_nothing_twice_holds_no_policy(plain):
+    delivery, engine, tensors = plain
+    engine.lost = {1: RuntimeError("gone"), 2: RuntimeError("still gone")}
+    with pytest.raises(RuntimeError, match="still gone"):
+        delivery.deliver(tensors)
+    assert "reset" not in engine.calls
+    with pytest.raises(RuntimeError, match="no complete policy"):
+        delivery.verify()

@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from testing.fake_rollout_engine import FakeEngineTrainer
+from testing.fake_rollout_engine import FakeEngineTrainer, FakeRolloutEngine, SimulatedScales
 from testing.runs import SMALL_K3, arguments, dataset, reward_digits, rows
 from trl_fp8.engine import protocol
 from trl_fp8.engine.protocol import Delivery, RolloutEngine
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 
 
 # The calls of one generation and what they call, as the docstring draws them
@@ -69,3 +70,35 @@ def test_weights_that_change_after_a_delivery_are_never_sampled_from(trainer, mo
     with pytest.raises(RuntimeError, match=f"changed since the last sync: .'{name}'.$"):
         trainer.train()
     assert engine.calls == CALLS and engine.audit_failures == 1 and trainer.state.global_step == 0
+
+
+def test_an_fp8_kv_cache_needs_of_an_engine_only_a_store_of_scales(checkpoint, tmp_path):
+    trainer = FakeEngineTrainer(
+        checkpoint("qwen3"), reward_digits, arguments(tmp_path, kv_cache_dtype="fp8", learning_rate=0.05), dataset()
+    )
+    trainer.train()
+    logged = rows(trainer)
+    assert len(logged) == 3 and all(0 < row["mismatch/k3_kl"] < SMALL_K3 for row in logged)
+    scales = trainer.vllm_generation.last_sync.carried[KV_SCALES]
+    engine = trainer.vllm_generation.kv_scales()
+    engine.verify(scales)
+    assert len({row["fp8/kv_scale_max"] for row in logged}) > 1
+
+
+def test_kv_scales_that_an_engine_does_not_take_are_never_sampled_under(checkpoint, tmp_path, monkeypatch):
+    trainer = FakeEngineTrainer(
+        checkpoint("qwen3"), reward_digits, arguments(tmp_path, kv_cache_dtype="fp8"), dataset()
+    )
+    monkeypatch.setattr(SimulatedScales, "write", lambda self, scales: None)
+    with pytest.raises(RuntimeError, match="scales did not arrive"):
+        trainer.train()
+    assert "generate" not in trainer.vllm_generation.calls
+
+
+def test_a_trainer_needs_no_kernels_of_its_engine(trainer):
+    """As of one in another process: the engine's modules are not compared, and the run goes on."""
+    assert isinstance(trainer.vllm_generation, FakeRolloutEngine)
+    for feature in trainer.features:
+        feature.engine_started(trainer.vllm_generation.numerics, None)
+    trainer.train()
+    assert len(rows(trainer)) == 3

@@ -16,7 +16,7 @@ Outside of the loop all ranks call `policy_tensors` for exports, and ranks of on
 different engines do not wait for each other in `generate`.
 
 `RolloutEngine` stands at `trainer.vllm_generation`; the smallest is in `testing/fake_rollout_engine.py`.
-`InPlaceDelivery` writes into an engine of this process; one in another process has a `Delivery` of its own.
+`InPlaceDelivery` writes into tensors of an engine; if its workers are other processes, they take them in `arrive`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,9 +26,10 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.quantization.formats import ActivationScaling
 from trl_fp8.sync.audit import Replicas
-from trl_fp8.sync.delivery import SyncReport, Tensors
+from trl_fp8.sync.records import SyncReport, Tensors
 from trl_fp8.sync.writer import NamedTensor
 
 from .kernels import EngineKernels
@@ -49,6 +50,16 @@ class Survivors:
 
     counts_T: np.ndarray  # int32; how many for each token, 0 where none was sampled (prompts, results of tools)
     ids_E: np.ndarray  # int32, those of one token behind those of another
+
+
+class KVScaleStore(Protocol):
+    """The scales of an engine's FP8 KV cache, in every place where the engine keeps them."""
+
+    def write(self, scales: KVScales) -> None:
+        """Copy the scales of all FP8 layers into the engine. Does not synchronize with the device."""
+
+    def verify(self, scales: KVScales) -> None:
+        """Raise `RuntimeError` unless each copy in the engine equals `scales`."""
 
 
 @runtime_checkable
@@ -73,7 +84,7 @@ class RolloutEngine(Protocol):
     """An engine as trainer, features and run use it. It follows the policy that it was started with."""
 
     numerics: EngineNumerics
-    kernels: EngineKernels
+    kernels: EngineKernels | None  # None: the trainer cannot call them
     pinned: Mapping[str, str]  # what was chosen on this device, as `vllm_engine_kwargs` would say it
     replicas: Replicas | None  # the ranks that have to hold the same bytes; None on one process
     last_sync: SyncReport | None  # `Delivery.last`

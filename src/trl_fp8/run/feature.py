@@ -112,7 +112,7 @@ class Feature:
         """Return the `EnginePart` that the engine gets for this feature, or None. Called once, before its start."""
         return None
 
-    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         """Use the started engine: how it computes, and the kernels that can be called."""
 
     def before_generation(self, prompts: list) -> None:

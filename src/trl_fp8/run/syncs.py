@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from trl_fp8.recipe.messages import listed
-from trl_fp8.sync.delivery import SyncReport
+from trl_fp8.sync.records import SyncReport
 
 from .batch import Rollouts, highest, lowest, mean_of
 from .feature import Feature

@@ -1,7 +1,7 @@
-"""`InPlaceDelivery` writes a policy into the tensors of an engine in this process, and proves that it arrived.
+"""`InPlaceDelivery` writes a policy into tensors of an engine, and proves that it arrived.
 
-    deliver:   wake -> prepare what is carried -> [write weights and carried -> finite? -> verify carried -> audit]
-               -> reset prefix cache
+    deliver:   wake -> prepare what is carried -> [write weights and carried -> arrive -> finite? -> verify carried
+               -> audit] -> reset prefix cache
     generate:  require_whole -> verify: nobody has written to the engine since
 
 Errors inside the brackets leave an engine that holds parts of two policies: `require_whole` raises until a delivery
@@ -17,8 +17,7 @@ The interface of any delivery, also of one to an engine in another process, is `
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,8 +31,9 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from .audit import ReduceMax, Replicas, audit
 from .pieces import Layout
 from .policy_checks import require_finite
+from .records import CarriedValue, SyncReport, Tensors
 from .shards import GatherFailed
-from .writer import SentTensor, Writer
+from .writer import Writer
 
 
 logger = logging.getLogger(__name__)
@@ -45,31 +45,8 @@ class Engine(Protocol):
     layout: Layout  # where its weights are
 
     def wake(self) -> bool: ...  # have memory for the weights, if asleep; True: what was there is lost
+    def arrive(self) -> None: ...  # take what was written, if its workers are other processes; tried twice, as writing
     def reset_prefix_cache(self) -> None: ...  # forget what was computed with other weights
-
-
-class CarriedValue(Protocol):
-    """A value that a delivery writes beside the weights (scales of an FP8 KV cache). The same on every rank."""
-
-    name: str  # as an audit and a `SyncReport` call it
-    value: object  # what was sent last; None: there is nothing to send yet
-
-    def prepare(self) -> None:
-        """Make `value` that of the policy as it is now; may be a collective. `ValueError` if that cannot be computed:
-        then `value` stays what it was, which the engine still holds.
-        """
-
-    def write(self) -> None:
-        """Copy `value` into the engine. Does not synchronize with the device."""
-
-    def verify(self) -> None:
-        """Raise `RuntimeError` unless the engine holds `value`, in every copy that it keeps."""
-
-    def digest(self) -> torch.Tensor:
-        """Checksum of `value`, an int64 scalar, which is compared over ranks."""
-
-
-Tensors = Callable[[], AbstractContextManager[Iterator[SentTensor]]]  # opens parameters of a policy, a collective
 
 
 @dataclass
@@ -89,21 +66,6 @@ class TensorGroup:
     def bytes(self) -> int:
         """Return the size of the part in the engine on this rank, scales included."""
         return sum(tensor.nbytes for tensor in self.layout.held.values())
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One finished sync."""
-
-    seconds: float  # wall time; of it:
-    quantize_seconds: float  # quantizing and writing, as the host sees it; on a GPU the device may go on
-    prepare_seconds: float  # computing what is carried
-    audited_tensors: int  # read back and compared
-    bytes_sent: int  # of what was written, as the engine holds it on this rank, scales included
-    fp8_weights: int
-    weight_relative_error: float  # root of the squared quantization error over the squared weight, of sampled own rows
-    dead_blocks: dict[str, int]  # FP8 weight -> number of its blocks that are as good as zero
-    carried: Mapping[str, object]  # name -> value of what was sent beside the weights
 
 
 class InPlaceDelivery:
@@ -283,6 +245,7 @@ class InPlaceDelivery:
                     raise
             if carried:
                 carried.write()
+            self._engine.arrive()
         except GatherFailed:
             raise
         except Exception as error:

@@ -141,6 +141,10 @@ register(
             "engine/vllm/generation.py",
             "It repeats image tokens that are there.",
         ),
+        "vllm.model_executor.layers.attention.Attention": (
+            "engine/vllm/scale_copies.py",
+            "Its scales as floats; no function sets them.",
+        ),
         "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (
             "policy/hook.py",
             "Its latents are cached; this and its like call `expand_kv` on them.",

@@ -8,7 +8,7 @@ from testing import engines
 from testing.rollouts import calibrated, follow
 from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, keys_and_values
 from trl_fp8.engine.vllm.numerics import attention_layers, quantizes_query
-from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers
+from trl_fp8.engine.vllm.scale_copies import fp8_attention_layers
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.e4m3 import cache_codes
 from trl_fp8.quantization.codec.kv_scales import KVScales

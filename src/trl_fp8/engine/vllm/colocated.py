@@ -5,13 +5,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
-from accelerate import Accelerator
 from torch import nn
-from trl.distributed import DistributedBackend
 from vllm import LLM
 
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.from_model import caches_of, persistent_buffers
+from trl_fp8.recipe.outline import kv_layers
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.audit import Replicas
 from trl_fp8.sync.delivery import InPlaceDelivery, TensorGroup
@@ -23,23 +22,22 @@ from trl_fp8.upstream import vllm as upstream
 from .layout import SCALES, Added, engine_layout
 from .numerics import activation_scaling, fp8_kernels, quantizes_query, require_auditable
 from .platform import Platform
+from .policy_weights import EngineOfPolicy, PolicyWeights
 from .rollout_llm import RolloutLLM
+from .scale_copies import KVScaleCopies, fp8_attention_layers
 
 
-class Generation(Protocol):
+class Generation(EngineOfPolicy, Protocol):
     """An engine with its policy and all that is around it, as the parts of the engine see it: `FP8VLLMGeneration`."""
 
-    model: nn.Module  # the policy
-    recipe: FP8Recipe
-    accelerator: Accelerator
     platform: Platform
     llm: RolloutLLM
     engine: "ColocatedEngine"
+    weights: PolicyWeights
     delivery: InPlaceDelivery
     replicas: Replicas | None
     generation_kwargs: dict  # sampling parameters of TRL's, which win over its flags
     top_k: int
-    _dist: DistributedBackend  # how TRL gathers the policy
 
     def wake_weights(self) -> bool:
         """Wake the weights. Return True if the engine lost them in its sleep."""
@@ -53,9 +51,6 @@ class Generation(Protocol):
     def sample_with(self, **parameters: object) -> None:
         """Set sampling parameters of vLLM for each generation from now on."""
 
-    def _iter_named_params(self) -> Iterator[NamedTensor]:
-        """Yield `(checkpoint name, full tensor)` of the policy, adapters merged."""
-
 
 class ColocatedEngine:
     """`sync.delivery.Engine` whose tensors are written in place; `wake` gives them memory if the engine sleeps.
@@ -65,7 +60,7 @@ class ColocatedEngine:
     """
 
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], bool]):
-        self.llm, self.wake = llm, wake
+        self.llm, self.wake, self._recipe = llm, wake, recipe
         self.model = upstream.engine_model(llm)
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
@@ -75,6 +70,12 @@ class ColocatedEngine:
         self.layout = Layout([*of_policy.pieces.values(), *added])
         kernels, linears = fp8_kernels(self.model), activation_scaling(self.model)
         self.numerics = EngineNumerics(kernels, linears, query_rounded=quantizes_query(self.model))
+
+        self._kv_layers = kv_layers(caches_of(policy.config.get_text_config()))
+
+    def kv_scales(self) -> KVScaleCopies:
+        """Return the scales of the FP8 KV cache. Raises as `fp8_attention_layers`."""
+        return KVScaleCopies(fp8_attention_layers(self.model, self._kv_layers, self._recipe.kv_cache_skip_layers))
 
     def constants(self, device: torch.device) -> TensorGroup:
         """Return the buffers that no policy has: rotary angles, normalizers of embeddings, maps of experts.
@@ -101,6 +102,9 @@ class ColocatedEngine:
             return nullcontext((name, tensor.to(device)) for name, tensor in copies.items())
 
         return TensorGroup(layout, as_found, survives_sleep=True)
+
+    def arrive(self) -> None:
+        """Do nothing: what was written is where the engine's kernels read it."""
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():

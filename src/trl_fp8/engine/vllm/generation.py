@@ -1,11 +1,11 @@
-"""`FP8VLLMGeneration`: TRL's `VLLMGeneration`, wired to an FP8 engine and its `InPlaceDelivery`.
+"""`FP8VLLMGeneration`: TRL's `VLLMGeneration`, wired to a colocated FP8 engine and its `InPlaceDelivery`.
 
 start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   Platform.arguments, and those of parts
 sync:     InPlaceDelivery.deliver of PolicyWeights.sent
 generate: TRL's own, behind require_whole; verify when the engine is awake
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -13,38 +13,30 @@ from typing import Any
 import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
-from trl.generation.vllm_generation import VLLMGeneration
 from vllm import LLM
 from vllm.multimodal.processing.processor import MultiModalPromptUpdates, PlaceholderFeaturesInfo
 
-from trl_fp8.engine.kernels import EngineKernels
-from trl_fp8.recipe.from_model import of_adapter, outline_of
-from trl_fp8.recipe.names import checkpoint_name
-from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.audit import Replicas, all_reduce_max
-from trl_fp8.sync.delivery import InPlaceDelivery, SyncReport
+from trl_fp8.sync.delivery import InPlaceDelivery
 from trl_fp8.sync.policy_checks import require_servable
-from trl_fp8.sync.shards import gathering
-from trl_fp8.sync.writer import NamedTensor
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
 from .colocated import ColocatedEngine
+from .delivered import DeliveredGeneration
 from .gemms import pinned_gemm
-from .part import EnginePart
 from .platform import Platform, platform_of
-from .policy_weights import PolicyWeights, adapters_of_parameters, merged, reshard
+from .policy_weights import PolicyWeights
 from .rollout_llm import RolloutLLM
 
 
 logger = get_logger(__name__)
 
 
-class FP8VLLMGeneration(VLLMGeneration):
+class FP8VLLMGeneration(DeliveredGeneration):
     """Colocated vLLM engine whose weights and KV cache follow a recipe.
 
     Args:
@@ -58,20 +50,8 @@ class FP8VLLMGeneration(VLLMGeneration):
     it, what its syncs send, and how.
     """
 
-    pinned: dict[str, str]
-    kernels: EngineKernels | None = None
-    replicas: Replicas | None = None
-
-    def __init__(
-        self,
-        *,
-        recipe: FP8Recipe,
-        engine_kwargs: dict | None = None,
-        parts: Sequence[EnginePart] = (),
-        after_sync: Callable[[], None] = lambda: None,
-        **kwargs,
-    ):
-        self.recipe, self.engine_kwargs, self.parts, self.after_sync = recipe, engine_kwargs, parts, after_sync
+    def __init__(self, *, engine_kwargs: dict | None = None, **kwargs):
+        self.engine_kwargs = engine_kwargs
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
@@ -113,17 +93,6 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.kernels = next((part.kernels for part in self.parts if part.kernels is not None), None)
         logger.info(f"engine: {self.numerics}")
 
-    def _one_of(self, hook: str) -> Any:
-        """Return what the one part with an answer to `hook` returns; None if no part has one."""
-        answers = []
-        for part in self.parts:
-            answer = getattr(part, hook)(self)
-            if answer is not None:
-                answers.append(answer)
-        if len(answers) > 1:
-            raise RuntimeError(f"{len(answers)} features decide `{hook}` of one engine, and it takes one.")
-        return answers[0] if answers else None
-
     def _start_engine(self) -> None:
         """Let TRL make the engine, with the arguments and inside the contexts that platform and parts add."""
         platform, recipe, config = self.platform, self.recipe, self.model.config
@@ -159,14 +128,6 @@ class FP8VLLMGeneration(VLLMGeneration):
             with substituted(trl_generation, "LLM", make_engine):
                 super()._init_vllm()
 
-    @property
-    def last_sync(self) -> SyncReport | None:
-        return self.delivery.last
-
-    @property
-    def audit_failures(self) -> int:
-        return self.delivery.failures
-
     def largest(self, values: list[float]) -> list[float]:
         """Return the element-wise maximum of `values` over all ranks of the job. Collective."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
@@ -177,39 +138,6 @@ class FP8VLLMGeneration(VLLMGeneration):
     def sample_with(self, **parameters: object) -> None:
         """Set sampling parameters of vLLM for each generation from now on."""
         self.generation_kwargs = self.generation_kwargs | parameters
-
-    def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
-        """Return the tensors of a checkpoint of the policy. What lives in the engine alone is among them on the main
-        process only. Collective.
-        """
-        return self.weights.merged()
-
-    def _iter_named_params(self) -> Iterator[NamedTensor]:
-        """Iterate as TRL does, but merge adapters into one weight at a time."""
-        reshard(self.model, self._dist)
-        adapted = is_peft_model(self.model)
-        adapters = adapters_of_parameters(self.model) if adapted else {}
-        with (
-            gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext(),
-            self._dist.gather_params(list(self.model.parameters()) if adapted else []),
-        ):
-            yield from () if adapted else super()._iter_named_params()
-            for name, parameter in self.model.named_parameters() if adapted else ():
-                if not of_adapter(name, self.model):
-                    with merged(adapters.get(id(parameter), ())):
-                        weight = parameter.detach()
-                        if isinstance(weight, DTensor):
-                            weight = weight.to(self.accelerator.device).full_tensor()
-                        yield checkpoint_name(name), weight
-
-    def sync_weights(self) -> None:
-        self.delivery.deliver(self.weights.sent)
-        for part in self.parts:
-            part.synced(self)
-        self.after_sync()
-
-    def send_weights(self) -> None:
-        self.delivery.deliver(self.weights.sent, prepare=False)
 
     def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
         self.llm.begin(occasion, keep_weights)

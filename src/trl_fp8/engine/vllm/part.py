@@ -26,7 +26,7 @@ from vllm import RequestOutput
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.delivery import CarriedValue
+from trl_fp8.sync.records import CarriedValue
 
 from .colocated import Generation
 from .platform import Platform

@@ -6,7 +6,9 @@ ZeRO-3 shards are gathered, a collective: for a sync in the engine's form, for a
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, closing, contextmanager
+from typing import Protocol
 
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
@@ -16,17 +18,29 @@ from trl.distributed import DistributedBackend
 
 from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.names import checkpoint_name, without_copies
-from trl_fp8.sync.delivery import TensorGroup
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.delivery import Engine, TensorGroup
 from trl_fp8.sync.shards import Sharded, gathered, local_part
 from trl_fp8.sync.writer import NamedTensor, SentTensor
 
-from .colocated import Generation
+
+class EngineOfPolicy(Protocol):
+    """An engine that has started and the policy that it follows."""
+
+    model: nn.Module  # the policy
+    recipe: FP8Recipe
+    accelerator: Accelerator
+    engine: Engine
+    _dist: DistributedBackend  # how TRL gathers the policy
+
+    def _iter_named_params(self) -> Iterator[NamedTensor]:
+        """Yield `(checkpoint name, full tensor)` of the policy, adapters merged."""
 
 
 class PolicyWeights:
     """The weights of the policy whose engine has started, as a sync sends them."""
 
-    def __init__(self, generation: Generation):
+    def __init__(self, generation: EngineOfPolicy):
         self._generation, self._dist = generation, generation._dist
         self.model, self.recipe, self.layout = generation.model, generation.recipe, generation.engine.layout
         self.frozen: tuple[TensorGroup, ...] = ()  # written once, not by each sync

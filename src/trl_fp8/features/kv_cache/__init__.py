@@ -15,10 +15,6 @@ register(
             "features/kv_cache/kv_cache.py",
             "TRL tokenizes prompts with their tools.",
         ),
-        "vllm.model_executor.layers.attention.Attention": (
-            "features/kv_cache/engine_scales.py",
-            "Its scales as floats; no function sets them.",
-        ),
     },
 )
 

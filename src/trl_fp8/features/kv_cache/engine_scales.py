@@ -1,35 +1,18 @@
-"""The engine's KV cache scales: where vLLM keeps them, and proof that they are the ones that were sent.
+"""`EngineScales`: what each sync carries to an engine with an FP8 KV cache."""
 
-vLLM keeps each scale as a device tensor that CUDA kernels read, as a Python float that the CPU kernel and FlashInfer
-read, and those of k and v as a tensor on the host. A new one may reach only some of them: all are read and compared.
-"""
-
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 
 import torch
-from torch import nn
-from vllm.model_executor.layers.attention import Attention, MLAAttention
 
+from trl_fp8.engine.protocol import KVScaleStore
 from trl_fp8.engine.vllm.colocated import Generation
-from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.quantization.codec.digest import digest
-from trl_fp8.quantization.codec.kv_scales import KV_SCALES, QKV, KVScales
-from trl_fp8.recipe.from_model import caches_of
-from trl_fp8.recipe.messages import listed
-from trl_fp8.recipe.outline import kv_layers
-from trl_fp8.recipe.servable import REMEDY
-
-
-# Attention implementations that read the scales anew in each forward
-READ_EACH_TIME = (
-    *("FlashAttentionImpl", "InvariantFlashAttentionImpl", "TritonAttentionImpl", "ReferenceAttentionImpl"),
-    *("TritonMLAImpl", "ReferenceLatentImpl"),
-)
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
 
 
 class EngineScales(EnginePart):
-    """`sync.delivery.CarriedValue`: the scales of an FP8 KV cache, which `calibrate` makes for the policy as it is."""
+    """`sync.records.CarriedValue`: the scales of an FP8 KV cache, which `calibrate` makes for the policy as it is."""
 
     name = KV_SCALES
 
@@ -37,13 +20,11 @@ class EngineScales(EnginePart):
         """Keep `calibrate`, which raises `ValueError` if the policy cannot be calibrated, and may be a collective."""
         self.calibrate = calibrate
         self.value: KVScales | None = None
-        self._layers: Mapping[int, Attention | MLAAttention] = {}
+        self._copies: KVScaleStore | None = None
 
     def carried(self, generation: Generation) -> "EngineScales":
-        """Find the layers, and raise as `fp8_attention_layers`."""
-        cached = kv_layers(caches_of(generation.model.config.get_text_config()))
-        skipped = generation.recipe.kv_cache_skip_layers
-        self._layers = fp8_attention_layers(generation.engine.model, cached, skipped)
+        """Return itself. `RuntimeError` if the engine's cache cannot be recalibrated."""
+        self._copies = generation.engine.kv_scales()
         return self
 
     def resume(self, scales_L3: torch.Tensor) -> None:
@@ -57,79 +38,10 @@ class EngineScales(EnginePart):
         self.value = self.calibrate()
 
     def write(self) -> None:
-        write_kv_scales(self._layers, self.value)
+        self._copies.write(self.value)
 
     def verify(self) -> None:
-        verify_kv_scales(self._layers, self.value)
+        self._copies.verify(self.value)
 
     def digest(self) -> torch.Tensor:
         return digest(self.value.values)
-
-
-def fp8_attention_layers(
-    model: nn.Module, kv_layers: Collection[int], skip_layers: Collection[int] = ()
-) -> dict[int, Attention]:
-    """Return the attention modules whose cache is FP8, of a policy that caches k and v in `kv_layers`. `RuntimeError`
-    if the engine does in others, another one is FP8, or one may keep copies of its scales.
-    """
-    layers = attention_layers(model)
-    if list(layers) != list(kv_layers):
-        raise RuntimeError(
-            f"kv_cache_dtype='fp8': the engine has attention with a KV cache in layers {list(layers)}, the policy in "
-            f"{list(kv_layers)}, so that scales cannot be assigned to decoder layers. {REMEDY}."
-        )
-    wrong = [
-        f"layer {layer}: KV cache of type {module.kv_cache_dtype}"
-        for layer, module in layers.items()
-        if module.kv_cache_dtype.startswith("fp8") == (layer in skip_layers)
-    ]
-    fp8 = {layer: module for layer, module in layers.items() if layer not in skip_layers}
-    kinds = {layer: type(module.impl).__name__ for layer, module in fp8.items()}
-    wrong += [
-        f"layer {layer}: {kind} may keep copies of the scales (FlashInfer does, and bakes them into CUDA graphs)"
-        for layer, kind in kinds.items()
-        if kind not in READ_EACH_TIME
-    ]
-    if wrong:
-        problems = listed(wrong, 8, "\n  ")
-        raise RuntimeError(
-            f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  {problems}\nRemove "
-            "attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
-            f"{READ_EACH_TIME}."
-        )
-    return fp8
-
-
-def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:
-    """Copy each layer's scales into every place where vLLM keeps them. Does not synchronize with the device."""
-    sent_L3 = torch.stack([scales.values[layer] for layer in layers])
-    on_device, on_host = _tensors(layers)
-    torch._foreach_copy_(on_device, list(sent_L3.flatten().to(on_device[0].device, non_blocking=True).unbind()))
-    torch._foreach_copy_(on_host, list(sent_L3[:, 1:].flatten().unbind()))
-    for layer in layers:
-        for which in QKV:
-            setattr(layers[layer], f"_{which}_scale_float", scales.scale(layer, which))
-
-
-def verify_kv_scales(layers: Mapping[int, Attention], expected: KVScales) -> None:
-    """Compare each copy of each layer's scales with `expected`; `RuntimeError` lists what differs. Waits once."""
-    on_device, on_host = (torch.stack(tensors).view(len(layers), -1).tolist() for tensors in _tensors(layers))
-    wrong = []
-    for (layer, module), of_device, of_host in zip(layers.items(), on_device, on_host, strict=True):
-        for column, which in enumerate(QKV):
-            copies = {"device tensor": of_device[column], "host float": getattr(module, f"_{which}_scale_float")}
-            if which != "q":
-                copies["host tensor"] = of_host[column - 1]
-            sent = expected.scale(layer, which)
-            differ = [f"{copy} holds {value:g}, sent {sent:g}" for copy, value in copies.items() if value != sent]
-            wrong += [f"layer {layer} {which}_scale: {difference}" for difference in differ]
-    if wrong:
-        copies = listed(wrong, 12, "\n  ")
-        raise RuntimeError(f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  {copies}")
-
-
-def _tensors(layers: Mapping[int, Attention]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return scales of q, k, v of each layer on the device, and on the host those of k and v (vLLM keeps no q)."""
-    on_device = [getattr(module, f"_{which}_scale") for module in layers.values() for which in QKV]
-    on_host = [getattr(module, f"_{which}_scale_cpu") for module in layers.values() for which in QKV[1:]]
-    return on_device, on_host

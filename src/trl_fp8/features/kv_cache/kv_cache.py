@@ -77,7 +77,7 @@ class KVCache(Feature):
         scales, self.kv_state = next_scales(self.kv_state, self.calibration, self.trainer.model_wrapped)
         return scales
 
-    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         for hook in filter(None, (self.hook, self.reference_hook)):
             hook.round_queries(numerics.query_rounded)
 

@@ -23,7 +23,6 @@ from vllm.model_executor.models.interfaces import supports_multimodal
 
 from trl_fp8.engine.kernels import Rotary
 from trl_fp8.engine.vllm.colocated import Generation
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
@@ -275,7 +274,7 @@ class SharedKernelsPart(KernelsPart):
         require_invariant_routers(upstream.engine_model(generation.llm))
         generation.llm.share_weights()
 
-    def reference_weights(self, generation: FP8VLLMGeneration, model: nn.Module) -> ReferenceWeights:
+    def reference_weights(self, generation: Generation, model: nn.Module) -> ReferenceWeights:
         """Return the weights of the reference `model`, in the form of the engine.
 
         `model` is a copy of the policy, or the policy itself with its adapters disabled, or those of the reference

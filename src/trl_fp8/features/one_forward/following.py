@@ -64,8 +64,13 @@ class Following(Feature, TrainerCallback):
         self.in_engine = SharedKernelsPart()
         return self.in_engine
 
-    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         trainer = self.trainer
+        if kernels is None:
+            raise RuntimeError(
+                f"fp8_forward={trainer.args.fp8_forward!r}: the engine offers no kernels that the trainer could call. "
+                "Set fp8_forward='off'."
+            )
         if not numerics.kernels:
             raise RuntimeError(
                 f"fp8_forward={trainer.args.fp8_forward!r}: expected FP8 kernels for "

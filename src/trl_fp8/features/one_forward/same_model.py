@@ -47,11 +47,11 @@ class SameModel(Feature):
 
         return KernelsPart()
 
-    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         self._kernels = kernels
 
     def after_sync(self) -> None:
-        if self._compared:
+        if self._compared or self._kernels is None:  # nothing to compare with
             return
         following = self.trainer.feature(Following)
         with hooked(self.trainer.model) as hook:

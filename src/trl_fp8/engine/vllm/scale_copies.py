@@ -1,0 +1,106 @@
+"""The engine's KV cache scales: where vLLM keeps them, and proof that they are the ones that were sent.
+
+vLLM keeps each scale as a device tensor that CUDA kernels read, as a Python float that the CPU kernel and FlashInfer
+read, and those of k and v as a tensor on the host. A new one may reach only some of them: all are read and compared.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.servable import REMEDY
+
+from .numerics import attention_layers
+
+
+# Attention implementations that read the scales anew in each forward
+READ_EACH_TIME = (
+    *("FlashAttentionImpl", "InvariantFlashAttentionImpl", "TritonAttentionImpl", "ReferenceAttentionImpl"),
+    *("TritonMLAImpl", "ReferenceLatentImpl"),
+)
+
+
+def fp8_attention_layers(
+    model: nn.Module, kv_layers: Collection[int], skip_layers: Collection[int] = ()
+) -> dict[int, Attention]:
+    """Return the attention modules whose cache is FP8, of a policy that caches k and v in `kv_layers`. `RuntimeError`
+    if the engine does in others, another one is FP8, or one may keep copies of its scales.
+    """
+    layers = attention_layers(model)
+    if list(layers) != list(kv_layers):
+        raise RuntimeError(
+            f"kv_cache_dtype='fp8': the engine has attention with a KV cache in layers {list(layers)}, the policy in "
+            f"{list(kv_layers)}, so that scales cannot be assigned to decoder layers. {REMEDY}."
+        )
+    wrong = [
+        f"layer {layer}: KV cache of type {module.kv_cache_dtype}"
+        for layer, module in layers.items()
+        if module.kv_cache_dtype.startswith("fp8") == (layer in skip_layers)
+    ]
+    fp8 = {layer: module for layer, module in layers.items() if layer not in skip_layers}
+    kinds = {layer: type(module.impl).__name__ for layer, module in fp8.items()}
+    wrong += [
+        f"layer {layer}: {kind} may keep copies of the scales (FlashInfer does, and bakes them into CUDA graphs)"
+        for layer, kind in kinds.items()
+        if kind not in READ_EACH_TIME
+    ]
+    if wrong:
+        problems = listed(wrong, 8, "\n  ")
+        raise RuntimeError(
+            f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  {problems}\nRemove "
+            "attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
+            f"{READ_EACH_TIME}."
+        )
+    return fp8
+
+
+class KVScaleCopies:
+    """`engine.protocol.KVScaleStore` of the attention layers in `layers`."""
+
+    def __init__(self, layers: Mapping[int, Attention | MLAAttention]):
+        self._layers = layers
+
+    def write(self, scales: KVScales) -> None:
+        write_kv_scales(self._layers, scales)
+
+    def verify(self, scales: KVScales) -> None:
+        verify_kv_scales(self._layers, scales)
+
+
+def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:
+    """Copy each layer's scales into every place where vLLM keeps them. Does not synchronize with the device."""
+    sent_L3 = torch.stack([scales.values[layer] for layer in layers])
+    on_device, on_host = _tensors(layers)
+    torch._foreach_copy_(on_device, list(sent_L3.flatten().to(on_device[0].device, non_blocking=True).unbind()))
+    torch._foreach_copy_(on_host, list(sent_L3[:, 1:].flatten().unbind()))
+    for layer in layers:
+        for which in QKV:
+            setattr(layers[layer], f"_{which}_scale_float", scales.scale(layer, which))
+
+
+def verify_kv_scales(layers: Mapping[int, Attention], expected: KVScales) -> None:
+    """Compare each copy of each layer's scales with `expected`; `RuntimeError` lists what differs. Waits once."""
+    on_device, on_host = (torch.stack(tensors).view(len(layers), -1).tolist() for tensors in _tensors(layers))
+    wrong = []
+    for (layer, module), of_device, of_host in zip(layers.items(), on_device, on_host, strict=True):
+        for column, which in enumerate(QKV):
+            copies = {"device tensor": of_device[column], "host float": getattr(module, f"_{which}_scale_float")}
+            if which != "q":
+                copies["host tensor"] = of_host[column - 1]
+            sent = expected.scale(layer, which)
+            differ = [f"{copy} holds {value:g}, sent {sent:g}" for copy, value in copies.items() if value != sent]
+            wrong += [f"layer {layer} {which}_scale: {difference}" for difference in differ]
+    if wrong:
+        copies = listed(wrong, 12, "\n  ")
+        raise RuntimeError(f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  {copies}")
+
+
+def _tensors(layers: Mapping[int, Attention]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return scales of q, k, v of each layer on the device, and on the host those of k and v (vLLM keeps no q)."""
+    on_device = [getattr(module, f"_{which}_scale") for module in layers.values() for which in QKV]
+    on_host = [getattr(module, f"_{which}_scale_cpu") for module in layers.values() for which in QKV[1:]]
+    return on_device, on_host
