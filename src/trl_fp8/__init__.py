@@ -10,14 +10,30 @@ if TYPE_CHECKING:
     from .rollouts import FP8Rollouts
     from .run.progress import FP8ProgressCallback
     from .trainer import FP8GRPOTrainer
+    from .trainers.gmpo_trainer import FP8GMPOConfig, FP8GMPOTrainer
+    from .trainers.rloo_trainer import FP8RLOOConfig, FP8RLOOTrainer
 
-__all__ = ["FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "FP8Rollouts"]
+__all__ = [
+    "FP8GMPOConfig",
+    "FP8GMPOTrainer",
+    "FP8GRPOConfig",
+    "FP8GRPOTrainer",
+    "FP8ProgressCallback",
+    "FP8RLOOConfig",
+    "FP8RLOOTrainer",
+    "FP8Recipe",
+    "FP8Rollouts",
+]
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "FP8GMPOConfig": ".trainers.gmpo_trainer",
+    "FP8GMPOTrainer": ".trainers.gmpo_trainer",
     "FP8GRPOConfig": ".config",
     "FP8GRPOTrainer": ".trainer",
     "FP8ProgressCallback": ".run.progress",
+    "FP8RLOOConfig": ".trainers.rloo_trainer",
+    "FP8RLOOTrainer": ".trainers.rloo_trainer",
     "FP8Recipe": ".recipe.recipe",
     "FP8Rollouts": ".rollouts",
 }

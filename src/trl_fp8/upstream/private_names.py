@@ -18,6 +18,10 @@ _NAMES = {  # owner -> names
         "_get_per_token_logps_and_entropies _batch_environments _buffered_inputs _compute_loss _last_loaded_step "
         "_name _step _tokenizer"
     ),
+    "trl.RLOOTrainer": (
+        "_compute_loss _generate _generate_and_score_completions _generate_single_turn "
+        "_get_per_token_logps_and_entropies _last_loaded_step _metrics _tokenize_prompts"
+    ),
     "trl.generation.vllm_generation.VLLMGeneration": "_dist _init_vllm _iter_named_params _llm_weights_sleeping",
     "trl.kernels.chunked_logprob": "_addmm_fp32",
     "trl.trainer.base_trainer": "_BaseTrainer",

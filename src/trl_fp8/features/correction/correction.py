@@ -52,7 +52,7 @@ class Correction(Feature):
     def extend_batch(self, batch: Batch) -> None:
         correction = self.correction
         for statistic in ("min", "mean", "max"):  # TRL describes its own ratio, which the loss does not get
-            self.trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
+            self.trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}", None)
         metrics = apply_correction(batch.tensors, batch.ratio, correction, self.trainer.accelerator)
         batch.metrics |= metrics
         for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():

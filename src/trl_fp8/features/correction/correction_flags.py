@@ -1,6 +1,7 @@
 """Flags of the rollout correction. Those that TRL has, too, have another default here while anything is FP8."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trl_fp8.run.feature import FlagGroup, flag
 
@@ -58,6 +59,8 @@ class CorrectionFlags(FlagGroup):
         "anything is FP8, else 3.0, as in TRL.",
     )
 
+    fp8_sampling_mode: ClassVar[str] = "token_truncate"  # the mode if none is set
+
     @property
     def replaces_correction(self) -> bool:
         return self.rollout_correction is not None
@@ -69,7 +72,7 @@ class CorrectionFlags(FlagGroup):
         replaced = self.any_fp8 or self.rollout_correction is not None
         if self.vllm_importance_sampling_mode is None:
             self.vllm_importance_sampling_mode = (
-                "token_truncate" if replaced else self.trls_default("vllm_importance_sampling_mode")
+                self.fp8_sampling_mode if replaced else self.trls_default("vllm_importance_sampling_mode")
             )
         clip_max = self.vllm_importance_sampling_clip_max
         if clip_max == "auto":
@@ -87,7 +90,10 @@ class CorrectionFlags(FlagGroup):
     def _require_one_choice(self) -> None:
         """Refuse TRL's modes and bounds beside a `rollout_correction`, which has its own: they would be ignored."""
         unset = {"mode": None, "clip_max": "auto", "clip_min": None, "cap": None}
-        if (self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0):
+        if (self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max) == (
+            self.fp8_sampling_mode,
+            2.0,
+        ):
             del unset["mode"], unset["clip_max"]  # what `resolve` sets: this config is made of another's fields
         values = {f"vllm_importance_sampling_{name}": value for name, value in unset.items()}
         also_set = [f"{name}={getattr(self, name)!r}" for name, none in values.items() if getattr(self, name) != none]
