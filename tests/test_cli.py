@@ -156,7 +156,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0]
             "Qwen/Qwen3-8B",
             {"quantization_config": {"quant_method": "awq"}},
             [],
-            "is quantized (awq): trained are checkpoints in high",
+            "is quantized (awq). Training starts from checkpoints in high",
         ),
         ("Qwen/Qwen3-8B", {"quantization_config": {"quant_method": "fp8"}}, [], "is an FP8 checkpoint with one scale"),
         ("openai/gpt-oss-20b", {}, ["--fp8-base"], "a checkpoint in MXFP4. Change it, or leave the FP8 base out"),

@@ -5,10 +5,10 @@ from math import prod
 
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3ForCausalLM
 
 from testing import other_models, published, tiny_models
+from trl_fp8.recipe import from_model
 from trl_fp8.recipe.from_model import outline_of, outline_of_pretrained
 from trl_fp8.recipe.outline import LayerCache
 from trl_fp8.recipe.recipe import is_vision
@@ -73,7 +73,7 @@ class DropPaths(Qwen3ForCausalLM):
 
 
 def test_a_class_that_computes_while_it_is_built_is_built_as_from_pretrained_builds_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers, "DropPaths", DropPaths, raising=False)
+    monkeypatch.setattr(from_model.transformers, "DropPaths", DropPaths, raising=False)
     policy = DropPaths(tiny_models.config("qwen3"))
     found = outline_of_config(tmp_path, **policy.config.to_dict() | {"architectures": ["DropPaths"]})
     assert found.class_name == "DropPaths" and found.parameters == outline_of(policy).parameters

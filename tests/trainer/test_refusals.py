@@ -180,7 +180,7 @@ def test_a_checkpoint_in_another_quantization_is_not_trained(tmp_path):
     config.quantization_config = {"quant_method": "awq", "bits": 4}
     config.save_pretrained(tmp_path)
     with pytest.raises(
-        ValueError, match=r"is quantized \(awq\): trained are checkpoints in high precision, block FP8"
+        ValueError, match=r"is quantized \(awq\). Training starts from checkpoints in high precision, block FP8"
     ):
         dequantizing_config(str(tmp_path))
 

@@ -202,7 +202,7 @@ def test_processes_that_engines_cannot_share_are_refused(checkpoint, tmp_path):
 def test_tools_are_refused_where_ranks_share_an_engine(checkpoint, tmp_path):
     args = arguments(tmp_path, vllm_tensor_parallel_size=2)
     options = {"train_dataset": chats(), "processing_class": chat_tokenizer(), "environment_factory": Keypad}
-    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 with tools.* wait for each other for ever"):
+    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 with tools.* wait for each other forever"):
         FP8GRPOTrainer(checkpoint("qwen3"), None, args, **options)
 
 

@@ -46,9 +46,9 @@ def _verify(options: Namespace) -> str:
 
 
 def _add_push_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", help="of an export; compared with its checksums first")
+    parser.add_argument("folder", help="folder of an export; compared with its checksums first")
     parser.add_argument("repo_id", help="as in user/name; made if it does not exist")
-    parser.add_argument("--private", action="store_true", default=None, help="if it is made")
+    parser.add_argument("--private", action="store_true", default=None, help="create it as a private repository")
     parser.add_argument("--revision", help="branch to commit to (default: the repository's main branch)")
 
 

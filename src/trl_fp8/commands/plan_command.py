@@ -37,13 +37,13 @@ COUNTED = {
 # Flag of a plan -> (the name that is set, what its value is called, its type, its help)
 FLAGS = {
     "--gpus": ("num_processes", "N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
-    "--gpu-memory": ("gpu_memory", "GIB", float, "of one GPU (80)"),
-    "--gpu-memory-utilization": ("vllm_gpu_memory_utilization", "SHARE", float, "the engine's, of a GPU (what fits)"),
+    "--gpu-memory": ("gpu_memory", "GIB", float, "memory of one GPU (80)"),
+    "--gpu-memory-utilization": ("vllm_gpu_memory_utilization", "SHARE", float, "the engine's share (what fits)"),
     "--tensor-parallel-size": ("vllm_tensor_parallel_size", "N", int, "GPUs of an engine (the smallest that fits)"),
-    "--context": ("vllm_max_model_length", "TOKENS", int, f"of a prompt and its completion ({CONTEXT})"),
-    "--completions": ("generation_batch_size", "N", int, f"of a generation, on all GPUs ({Setup.completions})"),
+    "--context": ("vllm_max_model_length", "TOKENS", int, f"tokens of a prompt and its completion ({CONTEXT})"),
+    "--completions": ("generation_batch_size", "N", int, f"completions a generation, all GPUs ({Setup.completions})"),
     "--lora": ("lora_r", "RANK", int, f"train adapters of a rank ({LORA_RANK})"),
-    "--weight-format": ("fp8_weight_format", "|".join(FORMATS), str, "of FP8 weights (blocks)"),
+    "--weight-format": ("fp8_weight_format", "|".join(FORMATS), str, "format of FP8 weights (blocks)"),
 }
 LIMITS = {  # least and most
     **dict.fromkeys(("num_processes", "vllm_tensor_parallel_size", "max_completion_length"), (1, 2**20)),

@@ -55,8 +55,8 @@ def dequantizing_config(
         return None
     if method != "fp8":
         raise ValueError(
-            f"model={model!r} is quantized ({method}): trained are checkpoints in high precision, block FP8 and "
-            "MXFP4. Start from the one that it was made of."
+            f"model={model!r} is quantized ({method}). Training starts from checkpoints in high precision, block FP8 "
+            "or MXFP4: take the one that this was made from."
         )
     spec = format_stored(stored.get("weight_block_size"))
     if spec is not None and spec.why_no_start:

@@ -131,7 +131,7 @@ def require_same_turns(tools: list, tensor_parallel_size: int) -> None:
         raise ValueError(
             f"vllm_tensor_parallel_size={tensor_parallel_size} with tools, or an environment that has some: the ranks "
             "of an engine generate together, but TRL 1.16 lets each call it as often as its own rollouts call tools. "
-            "They would wait for each other for ever, or get each other's completions. Set "
+            "They would wait for each other forever, or get each other's completions. Set "
             "vllm_tensor_parallel_size=1; FSDP2 or vllm_enable_sleep_mode=True make room for whole engines."
         )
 

@@ -105,8 +105,8 @@ class Gemm:
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 raise RuntimeError(
-                    f"of a product with {rows} rows {int(wrong.sum())} of {wrong.numel()} outputs are wrong, first at "
-                    f"{[row, column]}: {found[row, column]:g}, expected {expected[row, column]:g}"
+                    f"{int(wrong.sum())} of {wrong.numel()} outputs are wrong, first at {[row, column]}: "
+                    f"{found[row, column]:g}, expected {expected[row, column]:g}, in a product with {rows} rows"
                 )
         if self.batch_invariant:
             self._require_batch_invariant(kernel, layer)

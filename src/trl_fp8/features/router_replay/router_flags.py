@@ -17,7 +17,7 @@ class RouterFlags(FlagGroup):
 
     router_replay: str = flag(
         "off",
-        "Mixture of experts only: 'off' (routers choose for themselves), 'monitor' (so they do, and "
+        "Mixture of experts only: 'off' (routers choose for themselves), 'monitor' (they still do, and "
         "metrics say how often the engine chose otherwise), 'rollout' (every forward uses the experts that the "
         "engine chose when it sampled, with the trainer's own gate weights) or 'policy' (the training forwards "
         "use those of the old-log-prob pass). All but 'off' have the engine return its choices.",

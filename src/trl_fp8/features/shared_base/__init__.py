@@ -1,4 +1,4 @@
-"""FP8 base with adapters: frozen FP8 weights live once, in the engine; a sync sends adapters alone."""
+"""FP8 base with adapters: frozen FP8 weights exist once, in the engine; a sync sends only adapters."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

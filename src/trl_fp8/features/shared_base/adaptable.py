@@ -39,7 +39,7 @@ def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | No
         )
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
-            "fp8_base=True under ZeRO-3, which deals weights over ranks: the base's are in each rank's engine. Use "
+            "fp8_base=True under ZeRO-3, which shards weights over ranks: the base's are in each rank's engine. Use "
             f"DDP, FSDP2 or ZeRO-2, {OFF}"
         )
 
@@ -71,8 +71,8 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
     misnamed = sorted({name for module in wrappers for name in module.active_adapters} - {"default"})
     if misnamed:
         raise ValueError(
-            f"fp8_base=True with modules_to_save of an adapter called {listed(misnamed)}: whole modules are sent of "
-            f"the one that is called 'default' alone. Give it that name, remove modules_to_save, {OFF}"
+            f"fp8_base=True with modules_to_save of an adapter called {listed(misnamed)}: whole modules are sent "
+            f"only of the one that is called 'default'. Give it that name, remove modules_to_save, {OFF}"
         )
 
 

@@ -16,7 +16,7 @@ from trl_fp8.run.feature import FlagGroup, flag
 # Flag that adapters on an FP8 base do not go with -> why
 NOT_BESIDE = {
     "use_dora": "the engine computes Q(W) x + B A x and nothing else",
-    "lora_target_parameters": "the engine has adapters beside linear layers alone",
+    "lora_target_parameters": "the engine has adapters only beside linear layers",
     "load_in_4bit": "the base is quantized to FP8",
     "load_in_8bit": "the base is quantized to FP8",
 }
@@ -30,8 +30,8 @@ class BaseFlags(FlagGroup):
 
     fp8_base: bool = flag(
         False,
-        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights live once, "
-        "in the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
+        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights exist once, "
+        "in the engine, and are written once; a sync sends only adapters (docs/lora.md).",
     )
 
     @property

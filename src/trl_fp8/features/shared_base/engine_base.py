@@ -1,4 +1,4 @@
-"""The FP8 base of a policy in an engine: sent once, with room for adapters; each sync sends adapters alone."""
+"""The FP8 base of a policy in an engine: sent once, with room for adapters; each sync sends only adapters."""
 
 import re
 from collections.abc import Callable, Iterator, Set
