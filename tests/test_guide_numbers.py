@@ -107,6 +107,17 @@ def test_the_mismatch_of_a_deep_model():
     assert f"{deepest['median']:.3f} for SmolLM2-135M" in text_of("README.md")
 
 
+def test_healthy_runs_are_silent_and_planted_faults_are_not():
+    rows = results_of("health")["rows"]
+    healthy = [row for row in rows if row["fault"] is None]
+    assert [row["warned"] or row["unexplained_k3"] for row in healthy] == [0] * 4
+    real, page = rows[0], text_of("docs/rollout_correction.md")
+    assert "SmolLM2-135M" in real["policy"] and real["explained_k3"] == real["k3"]
+    assert f"k3 in one generation, {real['k3']:.3f}, FP8 explains all" in page
+    faults = [(row["fault"], row["seed"]) for row in rows if row["fault"] is not None and row["warned"]]
+    assert len(faults) == len(set(faults)) == 7 * 3 and "Seven planted faults, 3 seeds each" in page
+
+
 def test_the_step_time_of_one_forward():
     ratio = results_of("flow")["step_seconds_ratio"]
     page = text_of("docs/how_it_works.md")

@@ -91,6 +91,17 @@ def test_an_explanation_changes_no_number_of_a_run(checkpoint, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "phi3", "qwen3_moe"])
+def test_other_families_are_explained_exactly(architecture, checkpoint, tmp_path, caplog):
+    """Soft caps, sinks, fused projections and experts, without an FP8 KV cache in one case."""
+    flags = {"kv_cache_dtype": "auto"} if architecture == "phi3" else {}
+    args = arguments(tmp_path, max_steps=1, explain_mismatch_steps=1, **flags)
+    with training(checkpoint(architecture), args) as trainer:
+        [row], warnings = run(trainer, nullcontext(), caplog)
+    assert row[UNEXPLAINED] == 0 < row[EXPLAINED] and warnings == []
+
+
+@pytest.mark.engine
 def test_a_policy_that_follows_anyway_needs_no_pass(checkpoint, tmp_path):
     args = arguments(tmp_path, max_steps=1, fp8_forward="one_forward", explain_mismatch_steps=1)
     with training(checkpoint("qwen3"), args) as trainer:
