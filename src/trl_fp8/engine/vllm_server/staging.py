@@ -58,10 +58,6 @@ class StagingFile:
         whole = torch.from_file(self.path, shared=True, size=max(size, 1), dtype=torch.uint8)
         self.tensors = {name: _view(whole, *place) for name, place in self.table.items()}
 
-    def pieces(self) -> list[Piece]:
-        """Return each tensor as a piece of a layout."""
-        return [Piece(name, Staged(tensor), "tensor", tensor.dtype) for name, tensor in self.tensors.items()]
-
     def remove(self) -> None:
         """Remove the file. Its tensors stay usable."""
         with suppress(FileNotFoundError):
@@ -120,6 +116,16 @@ def opened(path: str, table: Table) -> StagedTensors:
         if offset < 0 or min(shape, default=0) < 0 or offset + _bytes(dtype, shape) > found.st_size:
             raise ValueError(f"{path} has {found.st_size} bytes, and its table puts {name} at {offset}, beyond them.")
     return staged
+
+
+def zeros(tensors: Mapping[str, tuple[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Return tensors as a `StagingFile` has them, in memory that no server reads."""
+    return {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in tensors.items()}
+
+
+def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """Return each tensor as a piece of a layout."""
+    return [Piece(name, Staged(tensor), "tensor", tensor.dtype) for name, tensor in tensors.items()]
 
 
 def remove_abandoned(folder: str) -> list[str]:

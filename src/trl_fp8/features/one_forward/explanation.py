@@ -61,11 +61,14 @@ class Explanation(Feature):
         self._latest: int | None = None  # step of the latest explanation
         self._noted: set[str] = set()
 
-    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         self._kernels = kernels
         if self.trainer.args.one_forward:
             return
-        self._obstacle = obstacle(self.trainer, numerics)
+        if kernels is None:
+            self._obstacle = "the trainer cannot call the kernels of this engine"
+        else:
+            self._obstacle = obstacle(self.trainer, numerics)
         if self._obstacle is None:
             try:  # a module may have no counterpart in the engine
                 require_followable(self.trainer.model, self.trainer.recipe, "bf16")
