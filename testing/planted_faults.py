@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from trl_fp8.engine.vllm import generation as engine_generation
+from trl_fp8.engine.vllm import delivered
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.upstream.vllm import engine_model
 
@@ -112,4 +112,4 @@ ADAPTERS = LoraConfig(r=4, target_modules=["v_proj"], init_lora_weights=False, t
 
 def adapters_unsent():
     """Let syncs send the base alone. The audit finds what was sent."""
-    return replaced(engine_generation, "merged", lambda adapters: nullcontext())
+    return replaced(delivered, "merged", lambda adapters: nullcontext())

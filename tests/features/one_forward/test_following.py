@@ -117,6 +117,9 @@ def test_an_engine_without_fp8_kernels_has_nothing_to_call():
     of_a_batch = EngineNumerics(kernels={"SomeKernel": 2}, linears=ActivationScaling("fp32", scope="tensor"))
     with pytest.raises(RuntimeError, match=r"\['SomeKernel'\] quantize activations with one scale per batch"):
         Following(trainer).engine_started(of_a_batch, None)
+    quantizing = EngineNumerics(kernels={"SomeKernel": 2})
+    with pytest.raises(RuntimeError, match="the engine offers no kernels that the trainer could call"):
+        Following(trainer).engine_started(quantizing, None)
 
 
 def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint, tmp_path):

@@ -66,16 +66,11 @@ class Following(Feature, TrainerCallback):
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         trainer = self.trainer
-        if kernels is None:
-            raise RuntimeError(
-                f"fp8_forward={trainer.args.fp8_forward!r}: the engine offers no kernels that the trainer could call. "
-                "Set fp8_forward='off'."
-            )
         if not numerics.kernels:
             raise RuntimeError(
                 f"fp8_forward={trainer.args.fp8_forward!r}: expected FP8 kernels for "
                 f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
-                "experts in the engine, found none (by vLLM 0.31's names). Remove linear_backend and moe_backend "
+                "experts in the engine, found none (by vLLM's names). Remove linear_backend and moe_backend "
                 "from vllm_engine_kwargs, or set fp8_forward='off'."
             )
         if numerics.linears is not None and numerics.linears.scope == "tensor":
@@ -83,6 +78,11 @@ class Following(Feature, TrainerCallback):
                 f"fp8_forward={trainer.args.fp8_forward!r}: the engine's kernels {sorted(numerics.kernels)} quantize "
                 "activations with one scale per batch, so a token's output depends on the other tokens. Remove "
                 "linear_backend from vllm_engine_kwargs, or set fp8_forward='off'."
+            )
+        if kernels is None:
+            raise RuntimeError(
+                f"fp8_forward={trainer.args.fp8_forward!r}: the engine offers no kernels that the trainer could call. "
+                "Set fp8_forward='off'."
             )
         self._bound = self.in_engine.mismatch_bound
         backward = BackwardPrecision(
