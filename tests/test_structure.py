@@ -340,7 +340,7 @@ def sources():
 def defined(tree):
     """Names of functions, classes, variables and attributes of self that a module makes."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
             for part in ast.walk(target) if isinstance(node, ast.Assign | ast.AnnAssign) else ():

@@ -52,6 +52,7 @@ _NAMES = {  # owner -> names
     "vllm.model_executor.models.registry": "_LazyRegisteredModel _RegisteredModel",
     "vllm.multimodal.processing.BaseMultiModalProcessor": "_apply_prompt_updates _find_mm_placeholders",
     "vllm.v1.attention.selector": "_cached_get_attn_backend",
+    "vllm.v1.worker.gpu_worker.Worker": "_weight_update_active",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "input_batch query_start_loc sampler",  # internal, too
 }
 PRIVATE_NAMES = {owner: names.split() for owner, names in _NAMES.items()}

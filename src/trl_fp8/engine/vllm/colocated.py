@@ -14,12 +14,12 @@ from trl_fp8.recipe.outline import kv_layers
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.audit import Replicas
 from trl_fp8.sync.delivery import InPlaceDelivery, TensorGroup
-from trl_fp8.sync.pieces import Layout, Piece
+from trl_fp8.sync.pieces import Layout
 from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.sync.writer import NamedTensor
 from trl_fp8.upstream import vllm as upstream
 
-from .layout import SCALES, Added, engine_layout
+from .layout import Added, constants_layout, engine_layout
 from .numerics import activation_scaling, fp8_kernels, quantizes_query, require_auditable
 from .platform import Platform
 from .policy_weights import EngineOfPolicy, PolicyWeights
@@ -87,14 +87,8 @@ class ColocatedEngine:
         buffers before it sleeps and restores them when it wakes. Scales of k, v and q are left out: `verify_kv_scales`
         compares those that an FP8 KV cache uses, and nothing reads the others.
         """
-        written = {(id(piece.module), piece.attribute) for piece in self.layout.pieces.values()}
         copies: dict[str, torch.Tensor] = {}
-        layout = Layout(
-            Piece(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer.dtype)
-            for prefix, module in self.model.named_modules()
-            for attribute, buffer in module.named_buffers(recurse=False)
-            if (id(module), attribute) not in written and attribute not in SCALES
-        )
+        layout = constants_layout(self.model, self.layout)
 
         def as_found() -> AbstractContextManager[Iterator[NamedTensor]]:
             if not copies:

@@ -76,6 +76,17 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
     return Layout(pieces)
 
 
+def constants_layout(model: nn.Module, layout: Layout) -> Layout:
+    """Return the layout of the buffers that no sync writes: those outside of `layout`, without KV scales."""
+    written = {(id(piece.module), piece.attribute) for piece in layout.pieces.values()}
+    return Layout(
+        Piece(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer.dtype)
+        for prefix, module in model.named_modules()
+        for attribute, buffer in module.named_buffers(recurse=False)
+        if (id(module), attribute) not in written and attribute not in SCALES
+    )
+
+
 def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
     """Return views of an engine's FP8 weight `[N, K]` or `[E, N, K]`; None if it is not FP8."""
     scale = layout.held.get(name + spec.scale_suffix)

@@ -8,7 +8,7 @@ weights or scales cannot be written in place. Kernels of linears are checked and
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -37,6 +37,7 @@ FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduc
 # The largest latent, without its rotated part, whose FP8 tiles fit into the shared memory of Ada and of 12.x
 LATENT_IN_99_KIB = 256
 BLOCK = 128  # tokens per KV cache block on CPU
+_FOR_GOOD = ExitStack()  # never left
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,10 @@ class Platform(ABC):
         forget_choices()
         with environment_kept(), configs_kept(), classes_derived(recipe), self._kernels_ready():
             yield
+
+    def register_kernels(self) -> None:
+        """Register the platform's kernels for all engines of this process, which is one of a server's."""
+        _FOR_GOOD.enter_context(self._kernels_ready())
 
     @abstractmethod
     def _kernels_ready(self) -> AbstractContextManager[None]:

@@ -1,0 +1,95 @@
+"""The trainer's way to a server beside TRL's `VLLMClient`, which generates.
+
+Nothing is retried here. TRL's client repeats a POST after 500, 502 and 503, and the first may have changed weights.
+"""
+
+import os
+import random
+import time
+from itertools import count
+
+import httpx
+from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
+
+from .plugin import TOKEN
+
+
+class ServerGone(RuntimeError):
+    """The server does not answer, or its engine has died."""
+
+
+class Control(HTTPVLLMWeightSyncClient):
+    """vLLM's client for the four calls of an update, with pause, resume and RPCs whose answers are numbered.
+
+    Raises `ServerGone` if no server answers, `ValueError` for a wrong token, `RuntimeError` for other errors.
+    """
+
+    def __init__(self, base_url: str, timeout: float = 300, token: str | None = None):
+        super().__init__(base_url, timeout)
+        self._numbers = count(random.getrandbits(40))
+        token = os.environ.get(TOKEN, "") if token is None else token
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    def rpc(self, method: str, *args: object) -> list[dict]:
+        """Return the answer of each worker."""
+        number = next(self._numbers)
+        answers = self._post("collective_rpc", {"method": method, "args": [number, *args]})["results"]
+        for rank, answer in enumerate(answers):
+            if not isinstance(answer, dict) or answer.pop("number", None) != number:
+                raise RuntimeError(
+                    f"worker {rank} of {self.base_url} answers another question than {method}: its answers are out "
+                    "of order. Start the server again."
+                )
+            if "failed" in answer:
+                raise RuntimeError(f"worker {rank} of {self.base_url}, {method}: {answer['failed']}")
+        return answers
+
+    def pause(self) -> None:
+        """Hold requests. vLLM drops the caches of those in flight, and computes them anew after `resume`."""
+        self._post("pause", mode="keep")
+
+    def resume(self) -> None:
+        """Let the server generate: the trainer has compared checksums."""
+        self._post("resume")
+
+    def reset_prefix_cache(self) -> bool:
+        return bool(self._post("reset_prefix_cache")["success"])
+
+    def server_info(self) -> dict:
+        """Return vLLM's configuration."""
+        return self._call("GET", "server_info", params={"config_format": "json"})["vllm_config"]
+
+    def wait_until_up(self, seconds: float) -> None:
+        """Wait for a healthy server. `ServerGone` if there is none after `seconds`."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                if httpx.get(f"{self.base_url}/health", timeout=10).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            if time.monotonic() > end:
+                raise ServerGone(
+                    f"no server at {self.base_url} after {seconds:g} seconds. Start one: trl-fp8 serve MODEL, or "
+                    "set vllm_server_base_url to the address that it prints."
+                )
+            time.sleep(0.2)
+
+    def _post(self, path: str, json: dict | None = None, **query: str) -> dict:
+        return self._call("POST", path, json=json, params=query)
+
+    def _call(self, method: str, path: str, **content) -> dict:
+        try:
+            answer = httpx.request(
+                method, f"{self.base_url}/{path}", timeout=self.timeout, headers=self._headers, **content
+            )
+        except httpx.TransportError as error:
+            raise ServerGone(f"the server at {self.base_url} does not answer /{path}: {error!r}") from error
+        if answer.status_code == 401:
+            raise ValueError(
+                f"{TOKEN} is not the token of the server at {self.base_url}. Set it to the value that trl-fp8 serve "
+                "prints."
+            )
+        if answer.status_code != 200:
+            raise RuntimeError(f"{self.base_url}/{path}: {answer.status_code}, {answer.text[:300]}")
+        return answer.json()

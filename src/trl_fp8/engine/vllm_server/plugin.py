@@ -1,0 +1,33 @@
+"""The entry point `vllm.general_plugins`, which vLLM calls in every process that it starts, of any server.
+
+Without `TRL_FP8_SERVER=1`, which `trl-fp8 serve` sets, it does nothing: a stock server stays stock.
+"""
+
+import os
+from functools import cache
+
+
+SWITCH = "TRL_FP8_SERVER"
+BACKEND = "trl_fp8"  # of vLLM's --weight-transfer-config
+FOLDER = "TRL_FP8_TRANSFER"  # the only folder from which a server reads files of trainers
+DEFAULT_FOLDER = "/dev/shm"
+TOKEN = "TRL_FP8_TOKEN"  # what endpoints that change state ask for
+WAIT = "TRL_FP8_WAIT"  # seconds for which requests wait for the end of an update
+
+
+def register() -> None:
+    """Register the receiver of weights, and on CPU the reference kernels, if this process belongs to an FP8 server."""
+    if os.environ.get(SWITCH) == "1":
+        _register_once()
+
+
+@cache  # vLLM may call a plugin more than once, and refuses a second registration
+def _register_once() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    WeightTransferEngineFactory.register_engine(BACKEND, "trl_fp8.engine.vllm_server.receiver", "Receiver")
+    if current_platform.is_cpu():
+        from trl_fp8.engine.vllm.platform import Cpu
+
+        Cpu().register_kernels()
