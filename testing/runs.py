@@ -47,7 +47,8 @@ def arguments(folder, config=FP8GRPOConfig, **flags):
 def training(model, args, trainer=FP8GRPOTrainer, **options):
     """Yield a trainer over the tiny task, and shut its engine down at the end, so that the next one can start."""
     defaults = {"reward_funcs": reward_digits, "train_dataset": options.pop("train", dataset())}
-    runner = trainer(model=model, args=args, **(defaults | options))
+    merged = defaults | options
+    runner = trainer(model=model, args=args, **{name: value for name, value in merged.items() if value is not None})
     try:
         yield runner
     finally:

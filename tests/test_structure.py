@@ -53,6 +53,8 @@ ALLOWED = {
 }
 MOST_ENTRIES = 18  # at the top of the package
 PUBLISHED = (
+    *("FP8DistillationConfig", "FP8DistillationTrainer", "FP8SDFTConfig", "FP8SDFTTrainer"),
+    *("FP8SDPOConfig", "FP8SDPOTrainer"),
     *("FP8GMPOConfig", "FP8GMPOTrainer", "FP8GRPOConfig", "FP8GRPOTrainer", "FP8RLOOConfig", "FP8RLOOTrainer"),
     *("FP8ProgressCallback", "FP8Recipe", "FP8Rollouts"),
 )

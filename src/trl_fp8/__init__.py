@@ -10,10 +10,19 @@ if TYPE_CHECKING:
     from .rollouts import FP8Rollouts
     from .run.progress import FP8ProgressCallback
     from .trainer import FP8GRPOTrainer
+    from .trainers.distillation_trainer import FP8DistillationConfig, FP8DistillationTrainer
     from .trainers.gmpo_trainer import FP8GMPOConfig, FP8GMPOTrainer
     from .trainers.rloo_trainer import FP8RLOOConfig, FP8RLOOTrainer
+    from .trainers.sdft_trainer import FP8SDFTConfig, FP8SDFTTrainer
+    from .trainers.sdpo_trainer import FP8SDPOConfig, FP8SDPOTrainer
 
 __all__ = [
+    "FP8SDPOConfig",
+    "FP8SDPOTrainer",
+    "FP8SDFTConfig",
+    "FP8SDFTTrainer",
+    "FP8DistillationConfig",
+    "FP8DistillationTrainer",
     "FP8GMPOConfig",
     "FP8GMPOTrainer",
     "FP8GRPOConfig",
@@ -27,6 +36,12 @@ __all__ = [
 __version__ = "0.1.0.dev0"
 
 _HOME = {
+    "FP8SDPOConfig": ".trainers.sdpo_trainer",
+    "FP8SDPOTrainer": ".trainers.sdpo_trainer",
+    "FP8SDFTConfig": ".trainers.sdft_trainer",
+    "FP8SDFTTrainer": ".trainers.sdft_trainer",
+    "FP8DistillationConfig": ".trainers.distillation_trainer",
+    "FP8DistillationTrainer": ".trainers.distillation_trainer",
     "FP8GMPOConfig": ".trainers.gmpo_trainer",
     "FP8GMPOTrainer": ".trainers.gmpo_trainer",
     "FP8GRPOConfig": ".config",

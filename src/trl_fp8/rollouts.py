@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import reduce
+from importlib import import_module
+from inspect import signature
 from operator import or_
 from typing import Any, ClassVar, TypeVar
 
@@ -78,7 +80,9 @@ class FP8Rollouts(Saving):
     handover: dict[str, Any]  # by folder: what registrations leave to their features
 
     # What GRPO has and TRL's other trainers lack; GRPO's own values hide these
-    tools = environments = environment_factories = rollout_func = None
+    tools = environments = environment_factories = rollout_func = ref_model = None
+
+    engine_module: ClassVar[str | None] = None  # where TRL looks up `VLLMGeneration`; None: the trainer's own
 
     def __init__(self, model: Any, args: Any = None, **trainer_kwargs):
         """Take the arguments of TRL's trainer, by their names.
@@ -136,11 +140,24 @@ class FP8Rollouts(Saving):
             if isinstance(model, str) and construction.dequantizes and unset:
                 trusted = loading.get("trust_remote_code", args.trust_remote_code)
                 stored = dequantizing_config(model, loading.get("revision"), trusted)
-                construction.trainer_kwargs["quantization_config"] = stored
+                if stored is not None and "quantization_config" not in signature(self.trl_class()).parameters:
+                    raise ValueError(
+                        f"model={model!r} is stored in FP8 or MXFP4, and TRL's {self.trl_class().__name__} takes no "
+                        "quantization_config to load it in high precision. Pass a loaded model, or one in BF16."
+                    )
+                if stored is not None:
+                    construction.trainer_kwargs["quantization_config"] = stored
 
             # TRL makes model and dataset, and then the engine: `_make_generation` is called inside
             stack.enter_context(without_noise())
-            stack.enter_context(substituted(trl_module, "VLLMGeneration", self._make_generation))
+            generation_module = import_module(self.engine_module or trl_module.__name__)
+            original = generation_module.VLLMGeneration
+
+            def make_generation(**kwargs) -> object:
+                with substituted(generation_module, "VLLMGeneration", original):  # for what is imported meanwhile
+                    return self._make_generation(**kwargs)
+
+            stack.enter_context(substituted(generation_module, "VLLMGeneration", make_generation))
             stack.enter_context(substituted(trl_module, "create_model_from_path", construction.create_model))
             super().__init__(args=args, **construction.trainer_kwargs)
         in_high_precision(self.model)
@@ -208,9 +225,7 @@ class FP8Rollouts(Saving):
         self.context = args.vllm_max_model_length or int(outline.context * outline.stretch)
         if not self.rollout_func and not self.environment_factories:  # they may make prompts of their own
             for name in ("train_dataset", "eval_dataset"):
-                require_short_prompts(
-                    getattr(self, name), name, lambda prompts: self._tokenize_prompts(prompts)[0], self.context
-                )
+                require_short_prompts(getattr(self, name), name, self.prompt_token_ids, self.context)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         if args.save_strategy != "no" and self.accelerator.is_main_process:  # it writes the weights
             require_output(args, *checkpoint_bytes(self.model))
@@ -281,8 +296,20 @@ class FP8Rollouts(Saving):
                 stack.enter_context(feature.scoring(*inputs) if of_policy else feature.reference(*inputs))
             return super()._get_per_token_logps_and_entropies(model, input_ids, *inputs, *args, **kwargs)
 
+    def score_alone(self, input_ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> None:
+        """Run the policy as TRL scores tokens, without any feature."""
+        self.trl_class()._get_per_token_logps_and_entropies(self, self.model, input_ids, mask, logits_to_keep)
+
+    def prompt_token_ids(self, prompts: list) -> list[list[int]]:
+        """Return the token ids of prompts as rows of a dataset have them."""
+        return self._tokenize_prompts(prompts)[0]
+
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
-        batch = Batch(super()._generate_and_score_completions(inputs))
+        return self.extended(super()._generate_and_score_completions(inputs))
+
+    def extended(self, tensors: dict) -> dict:
+        """Return TRL's batch as features extend it, and note what they measure."""
+        batch = Batch(tensors)
         for feature in self.features:
             feature.extend_batch(batch)
         self._note(batch.metrics)

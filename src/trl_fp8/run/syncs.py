@@ -52,7 +52,7 @@ class Syncs(Feature, TrainerCallback):
         prompt = max(dataset["prompt"][:], key=characters, default=None)  # row by row it takes 40 times as long
         if not prompt:
             return
-        (prompt_ids,) = trainer._tokenize_prompts([prompt])[0]
+        (prompt_ids,) = trainer.prompt_token_ids([prompt])
         if len(prompt_ids) + budget > most:
             logger.warning(
                 f"vllm_max_model_length={most}: the longest prompt has {len(prompt_ids)} tokens, and its completions "

@@ -42,6 +42,11 @@ register(
         "trl.trainer.grpo_trainer.create_model_from_path": ("rollouts.py", "TRL loads a whole model by this name."),
         "trl.trainer.rloo_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
         "trl.trainer.rloo_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
+        "trl.trainer.distillation_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
+        "trl.trainer.distillation_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
+        "trl.generation.vllm_generation.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
+        "trl.experimental.sdft.sdft_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
+        "trl.experimental.sdpo.sdpo_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
         "accelerate.commands.launch.simple_launcher": (
             "commands/train.py",
             "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",

@@ -22,6 +22,9 @@ _NAMES = {  # owner -> names
         "_compute_loss _generate _generate_and_score_completions _generate_single_turn "
         "_get_per_token_logps_and_entropies _last_loaded_step _metrics _tokenize_prompts"
     ),
+    "trl.DistillationTrainer": "_generate _generate_and_score_completions _generate_single_turn _tokenize_prompts",
+    "trl.experimental.sdft.SDFTTrainer": "_generate _generate_vllm _prepare_training_batch _tokenize_prompts _step",
+    "trl.experimental.sdpo.SDPOTrainer": "_generate _generate_vllm _prepare_training_batch _tokenize_prompts _step",
     "trl.generation.vllm_generation.VLLMGeneration": "_dist _init_vllm _iter_named_params _llm_weights_sleeping",
     "trl.kernels.chunked_logprob": "_addmm_fp32",
     "trl.trainer.base_trainer": "_BaseTrainer",

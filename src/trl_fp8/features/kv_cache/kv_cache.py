@@ -83,7 +83,7 @@ class KVCache(Feature):
 
     def before_generation(self, prompts: list) -> None:
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
-            self.kv_state = self.kv_state.expecting(self.trainer._tokenize_prompts(prompts)[0])
+            self.kv_state = self.kv_state.expecting(self.trainer.prompt_token_ids(prompts))
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
         self.kv_state = self.kv_state.expecting(prompt_ids)
@@ -189,7 +189,7 @@ class KVCache(Feature):
             )
         # TRL 1.16 sets this for each batch; its tokenization picks the tools of a row's environment by it
         self.trainer._batch_environments = [row.get("environment") for row in rows]
-        return self.trainer._tokenize_prompts([_with_images(row) for row in rows])[0]
+        return self.trainer.prompt_token_ids([_with_images(row) for row in rows])
 
 
 def _with_images(row: Mapping) -> str | list:

@@ -104,5 +104,5 @@ def compare_modules(trainer: Any, kernels: EngineKernels, hook: AttentionHook, f
         tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
         ids = torch.tensor([tokens], device=trainer.accelerator.device)
         mask = torch.ones_like(ids)
-        trainer.trl_class()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, len(tokens) - 1)
+        trainer.score_alone(ids, mask, len(tokens) - 1)
     return witness

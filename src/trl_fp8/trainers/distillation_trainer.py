@@ -1,0 +1,43 @@
+"""`FP8DistillationTrainer`: TRL's `DistillationTrainer` with FP8 rollouts."""
+
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+
+from trl import DistillationConfig, DistillationTrainer
+
+from trl_fp8.config import documented, groups_for
+from trl_fp8.rollouts import FP8Rollouts
+
+from .unscored import Unscored, UnscoredConfig
+
+
+@dataclass
+class FP8DistillationConfig(UnscoredConfig, *groups_for(DistillationConfig), DistillationConfig):
+    """Configuration of `FP8DistillationTrainer`: every field of `trl.DistillationConfig`, and the ones below."""
+
+    _VALID_DICT_FIELDS = DistillationConfig._VALID_DICT_FIELDS + [
+        name for group in groups_for(DistillationConfig) for name in group.AS_JSON
+    ]
+
+    generation_batch_size = None
+
+    @property
+    def steps_per_generation(self) -> int:
+        return self.gradient_accumulation_steps  # TRL generates once for each optimizer step
+
+
+FP8DistillationConfig.__doc__ = documented(FP8DistillationConfig, DistillationConfig)
+
+
+class FP8DistillationTrainer(Unscored, FP8Rollouts, DistillationTrainer):
+    """TRL's `DistillationTrainer` whose rollouts run in FP8. Takes exactly its arguments."""
+
+    config_class = FP8DistillationConfig
+    _tag_names = ["trl", "distillation", "fp8"]
+    _name = "Distillation with FP8 rollouts"
+    num_iterations = 1
+
+    @wraps(DistillationTrainer.__init__)
+    def __init__(self, *args, **kwargs):
+        super().__init__(**signature(DistillationTrainer).bind(*args, **kwargs).arguments)
