@@ -144,9 +144,9 @@ class Planner:
         return queries % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
     def _at(self, setup: Setup, size: int) -> Capacity:
-        """Return the capacity at a tensor parallel size. Where the setup sets no share of the engine: enough for all
-        sequences at once, were the engine in BF16, or the most that the trainer leaves; where that is not enough, the
-        least that the engine needs.
+        """Return the capacity at a tensor parallel size. If the setup sets no share, the engine gets enough for all
+        sequences at once in BF16, or else the most that the trainer leaves. If that is too little, it gets the least
+        that it needs.
         """
         plan = self.plan_at(size)
         trainer = trainer_memory(self.outline, setup, plan.recipe)

@@ -1,4 +1,4 @@
-"""The rewards of a run: TRL's by their names, anybody's by a dotted path."""
+"""The rewards of a run: TRL's by their names, others by a dotted path."""
 
 import sys
 from collections.abc import Callable
@@ -17,7 +17,7 @@ NAMES = (*OF_MESSAGES, "get_soft_overlong_punishment", OVERLONG)
 
 
 def require_rewards(script: Any) -> None:
-    """Raise `ValueError` for rewards that nothing has. Imports no module of a reward."""
+    """Raise `ValueError` for unknown rewards. Imports no module of a reward."""
     if not script.reward_funcs and not script.reward_model_name_or_path:
         raise ValueError(f"reward_funcs is not set. Use some of {', '.join(NAMES)}, or a path as in my_module.reward.")
     if str(Path.cwd()) not in sys.path:  # modules beside the user are found, as by `trl grpo`

@@ -1,8 +1,8 @@
 """Triton kernels for checksums (see codec/digest.py) of many tensors in one launch, over a table of pointers.
 
-A sync proves hundreds of tensors: with launches of their own, most of which read a few KiB, the host would take
-longer than the device. A program sums up 128 KiB of one tensor; an int32 map of programs, 1/32768 of the bytes, says
-of which: one load, where a search among the tensors would be a chain of ten.
+A sync proves hundreds of tensors: with launches of their own, most of which read a few KiB, the host would take longer
+than the device. A program sums up 128 KiB of one tensor; an int32 map, 1/32768 of the bytes, tells it which: one load,
+where a search among the tensors would be a chain of ten.
 """
 
 from collections.abc import Sequence

@@ -141,7 +141,7 @@ def duration(seconds: float) -> str:
 
 
 def _tokens_per_second(run: Run) -> float | None:
-    """Return the rate of prompts' and completions' tokens of all processes, behind the first logged step."""
+    """Return the rate of prompts' and completions' tokens of all processes, after the first logged step."""
     steps, tokens = series(run.logs, "num_tokens")
     timed, seconds = series(run.logs, "step_time")
     if len(steps) < 2:
