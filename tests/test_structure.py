@@ -39,6 +39,7 @@ ALLOWED = {
     "scripts": {"config", "run", "trainer", "upstream"},
     "commands": {
         "config",
+        "engine",
         "export",
         "features",
         "planning",

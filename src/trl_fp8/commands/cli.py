@@ -21,13 +21,17 @@ def main(words: list[str] | None = None) -> int:
     quiet()
     words = sys.argv[1:] if words is None else words
     with ended_by_ctrl_c(lambda: "stopped"):
-        if words[:1] in (["train"], ["plan"]):  # their flags are TRL's, too
+        if words[:1] in (["train"], ["plan"], ["serve"]):  # their flags are TRL's, too
             try:
                 require_versions()
             except ImportError as error:
                 return refuse(error)
         if words[:1] == ["train"]:
             return train.launch(words[1:])
+        if words[:1] == ["serve"]:
+            from . import serve  # its process becomes vLLM's
+
+            return serve.run(words[1:])
         try:
             print(_plan(words[1:]) if words[:1] == ["plan"] else _command(words), flush=True)
         except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
@@ -52,6 +56,7 @@ def _command(words: list[str]) -> str:
     added = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     added.add_parser("plan", help="say what of a model would be FP8, and what fits on which GPUs, with which flags")
     added.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")
+    added.add_parser("serve", help="a vLLM server for the rollouts of a trainer with vllm_mode='server'")
     of_features = [each for registration in registrations() for each in registration.commands]
     for each in (*COMMANDS, *of_features):
         command = added.add_parser(each.word, help=each.text, description=each.text)
