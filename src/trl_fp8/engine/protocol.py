@@ -12,6 +12,7 @@
             send_weights()                  one forward, all ranks: if the policy has changed since the last
                 deliver(tensors, prepare=False)
 
+All ranks call `send_weights` after a generation whose mismatch is explained (features/one_forward/explanation.py).
 Outside of the loop all ranks call `policy_tensors` for exports, and ranks of one engine call `prefill`. Ranks of
 different engines do not wait for each other in `generate`.
 

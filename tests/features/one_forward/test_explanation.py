@@ -2,13 +2,16 @@
 
 import logging
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
+from accelerate.utils import DistributedType
 from peft import LoraConfig
 
 from testing.planted_faults import ADAPTERS, FAULTS, LONG, adapters_unsent, restart_of, same_prompts
 from testing.runs import arguments, rows, training, trajectory
-from trl_fp8.features.one_forward.explanation import Explanation
+from trl_fp8.features.one_forward.explanation import Explanation, obstacle
 from trl_fp8.features.one_forward.unexplained import (
     EXPLAINED,
     LARGE_EXPLAINED_K3,
@@ -117,6 +120,51 @@ def test_where_the_policy_cannot_follow_one_sentence_says_why(checkpoint, tmp_pa
         found, warnings = run(trainer, nullcontext(), caplog)
     assert capfd.readouterr().out.count("unexplained part: top_p leaves tokens out of the sampling.") == 1
     assert UNEXPLAINED not in found[0] and warnings == []
+
+
+FOLLOWED = {
+    "fp8_weights": True,
+    "vllm_mode": "colocate",
+    "vllm_tensor_parallel_size": 1,
+    "vllm_enable_sleep_mode": False,
+    "base_in_engine": False,
+    "truncated_by": {},
+    "torch_compile": False,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+    "fp16": False,
+    "vllm_engine_kwargs": {"max_num_seqs": 8},
+}
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [
+        ({}, None),
+        ({"device": "cuda"}, "on a GPU kernels are shared only by fp8_forward='one_forward'"),
+        ({"kernels": None, "vllm_mode": "server"}, "cannot call kernels of this engine (vllm_mode='server')"),
+        ({"fp8_weights": False}, "fp8_weights=False"),
+        ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is above 1"),
+        ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True"),
+        ({"distributed": DistributedType.FSDP}, "the policy is sharded"),
+        ({"base_in_engine": True}, "fp8_base=True"),
+        ({"truncated_by": {"top_k": 20}}, "top_k leaves tokens out"),
+        ({"torch_compile": True}, "torch_compile replaces the policy's forward"),
+        ({"use_liger_kernel": True}, "use_liger_kernel replaces the policy's forward"),
+        ({"fp16": True}, "fp16=True"),
+        ({"vllm_engine_kwargs": {"kernel_config": {}}}, "vllm_engine_kwargs has ['kernel_config']"),
+        ({"scope": "tensor"}, "one scale per batch"),
+    ],
+    ids=lambda value: next(iter(value), "nothing") if isinstance(value, dict) else "",
+)
+def test_each_reason_against_a_split_is_named(changed, reason):
+    accelerator = SimpleNamespace(
+        device=torch.device(changed.get("device", "cpu")), distributed_type=changed.get("distributed", "NO")
+    )
+    trainer = SimpleNamespace(args=SimpleNamespace(**(FOLLOWED | changed)), accelerator=accelerator)
+    numerics = SimpleNamespace(linears=SimpleNamespace(scope=changed.get("scope", "group")))
+    found = obstacle(trainer, numerics, changed.get("kernels", object()))
+    assert found is None if reason is None else reason in found
 
 
 def test_thresholds():

@@ -65,10 +65,7 @@ class Explanation(Feature):
         self._kernels = kernels
         if self.trainer.args.one_forward:
             return
-        if kernels is None:
-            self._obstacle = "the trainer cannot call the kernels of this engine"
-        else:
-            self._obstacle = obstacle(self.trainer, numerics)
+        self._obstacle = obstacle(self.trainer, numerics, kernels)
         if self._obstacle is None:
             try:  # a module may have no counterpart in the engine
                 require_followable(self.trainer.model, self.trainer.recipe, "bf16")
@@ -146,7 +143,7 @@ class Explanation(Feature):
             return score(trainer, trainer.model, ids, mask, completion, batch_size=size)[0]
 
 
-def obstacle(trainer, numerics: EngineNumerics) -> str | None:
+def obstacle(trainer, numerics: EngineNumerics, kernels: EngineKernels | None) -> str | None:
     """Return why the policy cannot follow the engine for a pass, by flags and platform; None if nothing is known."""
     args, scaling = trainer.args, numerics.linears
     sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -154,7 +151,7 @@ def obstacle(trainer, numerics: EngineNumerics) -> str | None:
     other_kernels = set(args.vllm_engine_kwargs or {}) & set(OTHER_KERNELS)
     reasons = (
         (trainer.accelerator.device.type != "cpu", "on a GPU kernels are shared only by fp8_forward='one_forward'"),
-        (args.vllm_mode != "colocate", f"vllm_mode={args.vllm_mode!r}, the engine is in another process"),
+        (kernels is None, f"the trainer cannot call kernels of this engine (vllm_mode={args.vllm_mode!r})"),
         (not args.fp8_weights, "fp8_weights=False, and only engines with FP8 linears are followed"),
         (
             args.vllm_tensor_parallel_size > 1,
