@@ -1,6 +1,7 @@
 """TRL's trainers that distill: real engines, equality with TRL when everything is off, and what is refused."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from trl_fp8 import (
     FP8SDFTTrainer,
     FP8SDPOConfig,
     FP8SDPOTrainer,
+    rollouts,
 )
 
 
@@ -90,6 +92,9 @@ def test_three_steps_are_audited(kind, checkpoint, tmp_path):
     for row in logged:
         assert math.isfinite(row["loss"]) and row["fp8/sync_seconds"] > 0 and row["fp8/kv_scale_min"] > 0
     assert len({row["fp8/audited_tensors"] for row in logged}) == 1
+    assert not any(name.startswith("mismatch/") for row in logged for name in row)  # as docs/migration.md says
+    log = [json.loads(line) for line in (tmp_path / "fp8_run.jsonl").read_text().splitlines()]
+    assert sum("kv_scales" in row for row in log) == 3  # each batch went through the features
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,3 +104,12 @@ def test_features_that_follow_a_scoring_pass_are_refused_by_name(kind, flags, tm
     [name] = flags
     with pytest.raises(ValueError, match=f"{name}=.*{config.__name__}.* one that distills has none. Set {name}="):
         config(str(tmp_path), **flags_of(config, kind, **flags))
+
+
+def test_a_model_stored_in_fp8_is_refused_where_trl_cannot_load_it_in_high_precision(
+    checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rollouts, "dequantizing_config", lambda *_: object())  # as for a checkpoint in FP8
+    args = FP8SDFTConfig(str(tmp_path), **flags_of(FP8SDFTConfig, "sdft", **OFF))
+    with pytest.raises(ValueError, match="stored in FP8 or MXFP4, and TRL's SDFTTrainer takes no quantization_config"):
+        FP8SDFTTrainer(checkpoint("qwen3"), args=args, train_dataset=dataset())
