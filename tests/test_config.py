@@ -152,8 +152,16 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
             ["router_replay='monitor'", "mask_truncated_completions=True"],
         ),
         ({"use_vllm": False}, ["use_vllm=False", "fp8_weights=True", "Set use_vllm=True", "fp8_weights=False"]),
-        ({"vllm_mode": "server"}, ["vllm_mode='server'", "inside the engine", "vllm_mode='colocate'"]),
-        ({"vllm_mode": "server", "fp8_weights": False}, ["vllm_mode='server'", "kv_cache_dtype='fp8'"]),
+        (
+            {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
+            ["vllm_engine_kwargs={'enforce_eager': True}", "vllm_mode='server'", "trl-fp8 serve"],
+        ),
+        (
+            {"vllm_mode": "server", "fp8_forward": "one_forward", "fp8_base": True, "vllm_enable_sleep_mode": True},
+            ["fp8_forward='one_forward'", "fp8_base=True", "vllm_enable_sleep_mode=True", "trainer's process"],
+        ),
+        ({"vllm_mode": "server", "router_replay": "rollout"}, ["router_replay='rollout'", "vllm_mode='colocate'"]),
+        ({"vllm_mode": "server", "top_p": 0.9}, ["top_p=0.9 with", "renormalized", "vllm_mode='colocate'"]),
         ({"vllm_model_impl": "transformers"}, ["vllm_model_impl='transformers'", "Set vllm_model_impl='vllm'"]),
         (
             {"vllm_importance_sampling_clip_max": "two"},

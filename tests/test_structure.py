@@ -102,6 +102,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/stored_weights.py", "model._weight_conversions"): "put back after transformers' loader has changed it",
     ("policy/swapped.py", "module.*"): "modules change class in place, so that names, hooks and optimizers keep them",
     ("run/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
+    ("rollouts.py", "args.vllm_tensor_parallel_size"): "a server's, which flags are read with before it is asked",
     ("sync/delivery.py", "part.*"): "a record of its own",
     ("sync/delivery.py", "self._trained.*"): "the same",
     ("trainers/*", "*.__doc__"): "as of FP8GRPOConfig",

@@ -196,8 +196,16 @@ class FP8Rollouts(Saving):
         """Make the features once: after the policy, and before an engine of ours starts."""
         if self.features:
             return
-        if self.args.own_engine:
-            self.recipe = self.args.recipe_for(self.model)
+        args = self.args
+        if args.own_engine:
+            if args.vllm_mode == "server":
+                from .engine.vllm_server.server_generation import tensor_parallel_size  # needs vllm
+
+                url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+                args.vllm_tensor_parallel_size = tensor_parallel_size(
+                    url, args.vllm_server_timeout, self.accelerator, args.vllm_tensor_parallel_size
+                )
+            self.recipe = args.recipe_for(self.model)
             self.features = (Syncs(self),)
         for registration in registrations():
             if not registration.needs or hasattr(self.args, registration.needs):
@@ -220,13 +228,14 @@ class FP8Rollouts(Saving):
         config = self.model.config
         if config.get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
-        require_same_turns(self.tools, args.vllm_tensor_parallel_size)
+        ranks = args.vllm_tensor_parallel_size if args.vllm_mode == "colocate" else 1  # that share an engine
+        require_same_turns(self.tools, ranks)
         outline = outline_of(self.model)
         self.context = args.vllm_max_model_length or int(outline.context * outline.stretch)
         if not self.rollout_func and not self.environment_factories:  # they may make prompts of their own
             for name in ("train_dataset", "eval_dataset"):
                 require_short_prompts(getattr(self, name), name, self.prompt_token_ids, self.context)
-        check_launch(self.accelerator, args.vllm_tensor_parallel_size)
+        check_launch(self.accelerator, ranks)
         if args.save_strategy != "no" and self.accelerator.is_main_process:  # it writes the weights
             require_output(args, *checkpoint_bytes(self.model))
 
@@ -260,7 +269,11 @@ class FP8Rollouts(Saving):
         """Return an engine that follows the policy by `recipe`; `parts` are those of features, `kwargs` are the
         arguments of TRL's `VLLMGeneration`.
         """
-        from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
+        if self.args.vllm_mode == "server":
+            from .engine.vllm_server.server_generation import ServerGeneration  # needs vllm, which TRL makes optional
+
+            return ServerGeneration(recipe=recipe, parts=parts, after_sync=self._after_sync, **kwargs)
+        from .engine.vllm.generation import FP8VLLMGeneration
 
         options = {"after_sync": self._after_sync, "engine_kwargs": self.args.vllm_engine_kwargs}
         return FP8VLLMGeneration(recipe=recipe, parts=parts, **options, **kwargs)

@@ -387,7 +387,7 @@ def test_every_published_model_is_planned_in_five_seconds(name, tmp_path):
         ({"gpu_memory": 80}, "Unknown key 'gpu_memory' in "),
         (
             {"vllm_mode": "server"},
-            "vllm_mode='server' with fp8_weights=True, kv_cache_dtype='fp8': the trainer quantizes",
+            "vllm_mode='server': a plan is of an engine that shares its GPUs with the trainer.",
         ),
         (
             {"vllm_mode": "server", "fp8_weights": False, "kv_cache_dtype": "auto"},

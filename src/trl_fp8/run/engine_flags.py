@@ -142,13 +142,27 @@ class EngineFlags(FlagGroup):
             raise ValueError(
                 f"use_vllm=False with {flags}: FP8 rollouts run in vLLM. Set use_vllm=True, or switch FP8 off: {off}."
             )
-        if self.vllm_mode != "colocate":
-            raise ValueError(
-                f"vllm_mode={self.vllm_mode!r} with {flags}: the trainer quantizes and checks the weights inside the "
-                f"engine, which has to run in its own process. Set vllm_mode='colocate', or switch FP8 off: {off}."
-            )
+        if self.vllm_mode == "server":
+            self._check_server()
         if self.fsdp and int(self.fsdp_plugin_args.get("fsdp_version", 2)) == 1:
             raise ValueError(fsdp1_message("fsdp_config={'version': 1}", "fsdp_config={'version': 2}"))
+
+    def _check_server(self) -> None:
+        """Raise `ValueError` for what belongs to the server, or needs an engine in the trainer's process."""
+        if self.vllm_engine_kwargs:
+            raise ValueError(
+                f"vllm_engine_kwargs={self.vllm_engine_kwargs!r} with vllm_mode='server': the engine starts in the "
+                "server. Pass them to trl-fp8 serve as vLLM's own options, and remove them here."
+            )
+        settings = [group.in_process(self) for group in self.groups()]
+        if self.vllm_enable_sleep_mode:
+            settings.append("vllm_enable_sleep_mode=True")
+        settings = [setting for setting in settings if setting is not None]
+        if settings:
+            raise ValueError(
+                f"{', '.join(settings)} with vllm_mode='server' and FP8: it needs an engine in the trainer's process, "
+                "whose tensors, kernels or memory it uses. Set vllm_mode='colocate', or switch it off."
+            )
 
     def _check_sizes(self) -> None:
         if not 0 < self.vllm_gpu_memory_utilization <= 1:

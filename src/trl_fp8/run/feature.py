@@ -73,6 +73,10 @@ class FlagGroup:
         """Return whether these flags rule out tensor parallelism."""
         return False
 
+    def in_process(self) -> str | None:
+        """Return the setting, of these flags, that needs an engine in the trainer's process; None if none does."""
+        return None
+
     def memory_changes(self, setup: Any, outline: Outline, recipe: Any) -> dict[str, float]:
         """Return the bytes that these flags add to parts of a trainer's memory (`planning.trainer_memory`)."""
         return {}

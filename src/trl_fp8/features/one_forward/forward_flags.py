@@ -76,6 +76,9 @@ class ForwardFlags(FlagGroup):
     def policy_calls_engine(self) -> bool:
         return self.one_forward
 
+    def in_process(self) -> str | None:
+        return f"fp8_forward={self.fp8_forward!r}" if self.one_forward else None
+
     def in_one_piece(self) -> bool:
         return self.one_forward
 

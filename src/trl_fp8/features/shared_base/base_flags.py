@@ -38,6 +38,9 @@ class BaseFlags(FlagGroup):
     def base_in_engine(self) -> bool:
         return self.fp8_base
 
+    def in_process(self) -> str | None:
+        return "fp8_base=True" if self.fp8_base else None
+
     def check_adapters(self, model: ModelConfig) -> None:
         if self.fp8_base and not model.use_peft:
             raise ValueError(

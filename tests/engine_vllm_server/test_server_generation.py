@@ -1,0 +1,66 @@
+"""What training against a server refuses, and the seeds that it sends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trl.generation.vllm_client import VLLMClient
+
+from trl_fp8.engine.vllm_server import server_generation
+from trl_fp8.engine.vllm_server.server_generation import SeededClient, ServerGeneration, tensor_parallel_size
+
+
+@pytest.mark.parametrize(
+    "device, zero3, images, reason",
+    [
+        ("cuda", False, False, "kernels on cuda cannot write to memory of the host"),
+        ("cpu", True, False, "with FSDP or ZeRO-3 no rank has the whole policy"),
+        ("cpu", False, True, "a model of type 'some' takes images"),
+    ],
+)
+def test_what_was_not_tried_with_a_server_is_refused_by_name(device, zero3, images, reason):
+    config = SimpleNamespace(model_type="some")
+    config.get_text_config = lambda: SimpleNamespace() if images else config
+    stand_in = SimpleNamespace(
+        model=SimpleNamespace(config=config),
+        accelerator=SimpleNamespace(device=torch.device(device)),
+        _dist=SimpleNamespace(is_zero3=zero3, is_fsdp=False),
+    )
+    with pytest.raises(ValueError, match=f"vllm_mode='server' with FP8: .*{reason}.*Set vllm_mode='colocate'"):
+        ServerGeneration._require_supported(stand_in)
+
+
+def test_each_prompt_has_a_seed_of_its_own_that_run_step_and_call_decide(monkeypatch):
+    def answer(self, prompts, generation_kwargs, **options):
+        return {"completion_ids": [[*prompts[0], generation_kwargs["seed"], generation_kwargs["stop"]]]}
+
+    monkeypatch.setattr(VLLMClient, "generate", answer)
+    client = object.__new__(SeededClient)
+
+    def seeds(*occasion):
+        client.begin(occasion)
+        answers = client.generate([[1], [2], [1]], generation_kwargs={"stop": 9}, features=None, n=2)
+        assert [(ids[0], ids[2]) for ids in answers["completion_ids"]] == [(1, 9), (2, 9), (1, 9)]
+        return [ids[1] for ids in answers["completion_ids"]]
+
+    assert seeds(3, 1, 1, 1) == seeds(3, 1, 1, 1)
+    several = [seeds(3, 1, 1, 1), seeds(3, 1, 1, 2), seeds(3, 1, 0, 1), seeds(3, 2, 1, 1), seeds(4, 1, 1, 1)]
+    assert len({seed for each in several for seed in each}) == 15
+    assert all(0 <= seed < 2**62 for each in several for seed in each)
+
+
+@pytest.mark.parametrize("user, found", [(1, 2), (2, 2)])
+def test_the_server_decides_the_tensor_parallel_size(monkeypatch, user, found):
+    assert asked(monkeypatch, user, found) == found
+
+
+def test_another_tensor_parallel_size_than_the_servers_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=4, but the server at http://server has 2 workers"):
+        asked(monkeypatch, 4, 2)
+
+
+def asked(monkeypatch, user, found):
+    control = SimpleNamespace(wait_until_up=lambda seconds: None, rpc=lambda method: [{"instance": "a"}] * found)
+    monkeypatch.setattr(server_generation, "Control", lambda url: control)
+    monkeypatch.setattr(server_generation, "of_first", lambda value: value)
+    return tensor_parallel_size("http://server", 1, SimpleNamespace(is_main_process=True), user)

@@ -1,0 +1,71 @@
+"""Training against a vLLM server, which runs in processes of its own."""
+
+import os
+
+import pytest
+import requests
+
+from testing import engines, forked_server
+from testing.runs import SMALL_K3, arguments, dataset, reward_digits, rows, trajectory
+from trl_fp8 import FP8GRPOTrainer
+from trl_fp8.engine.vllm_server.plugin import FOLDER, TOKEN
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
+
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server") / "transfer"
+    with forked_server.running(checkpoint("qwen3"), folder, kv_cache_dtype="fp8") as running:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv(FOLDER, running.folder)
+            patched.setenv(TOKEN, running.token)
+            yield running
+
+
+def trainer_of(server, folder, **flags):
+    args = arguments(folder, vllm_mode="server", vllm_server_base_url=server.url, **flags)
+    return FP8GRPOTrainer(server.model, reward_digits, args, dataset())
+
+
+def log_probs(server, tokens):
+    """Log-probs of a sequence's tokens but the first, as the server computes them now."""
+    request = {"model": server.model, "prompt": [tokens], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
+    answer = requests.post(f"{server.url}/v1/completions", json=request | {"skip_reading_prefix_cache": True})
+    answer.raise_for_status()
+    [choice] = answer.json()["choices"]
+    pairs = zip(choice["prompt_logprobs"][1:], tokens[1:], strict=True)
+    return [row[str(token)]["logprob"] for row, token in pairs]
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one(server, tmp_path):
+    whole = trainer_of(server, tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
+    whole.train()
+    logged = rows(whole)
+    assert len(logged) == 4 and all(0 < row["mismatch/k3_kl"] < SMALL_K3 for row in logged)
+    assert len({row["fp8/audited_tensors"] for row in logged}) == 1 and whole.vllm_generation.audit_failures == 0
+    resumed = trainer_of(server, tmp_path, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trajectory(resumed)[-2:] == trajectory(whole)[2:]
+    assert os.listdir(server.folder)  # both trainers live
+
+
+def test_log_probs_equal_those_of_a_colocated_engine_after_each_sync(server, tmp_path):
+    trainer = trainer_of(server, tmp_path)
+    remote = trainer.vllm_generation
+    scales = remote._one_of("carried")
+    colocated = engines.start(server.model, engines.some_scales(2, 1), model=trainer.model, recipe=trainer.recipe)
+    try:
+        for step in (1, 2):
+            engines.perturb(trainer.model, step)
+            scales.calibrate = lambda step=step: engines.some_scales(2, step)
+            engines.scales_of(colocated).calibrate = lambda step=step: engines.some_scales(2, step)
+            remote.delivery.deliver(remote.weights.sent)
+            colocated.sync_weights()
+            assert (remote.last_sync.carried[KV_SCALES].values == engines.some_scales(2, step).values).all()
+            for tokens in engines.PROMPTS:
+                assert log_probs(server, tokens) == colocated.llm.log_probs(tokens).tolist()
+    finally:
+        engines.shutdown(colocated.llm)
