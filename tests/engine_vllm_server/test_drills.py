@@ -178,8 +178,10 @@ def test_a_sync_arrives_and_requests_are_served(server, trainer):
 
 
 def test_requests_wait_for_the_audit(server, trainer):
+    """Without a pause, in which vLLM itself would hold them."""
     trainer.sync()
-    trainer.begin()
+    trainer.control.rpc("fp8_begin")
+    trainer.control.start_weight_update()
     trainer.write()
     answers = []
     waiting = threading.Thread(target=lambda: answers.append(ask(server)))
@@ -244,7 +246,9 @@ def test_foreign_files_are_not_read(server, trainer, tmp_path):
     elsewhere = StagingFile(str(tmp_path), {"a": ("float32", [1])})
     link = Path(server.folder) / "link"
     link.symlink_to("/etc/hostname")
-    for changes in ({"path": elsewhere.path}, {"path": str(link), "table": {}}, {"path": 3}, {"unknown": 1}):
+    trainer.connect(path=elsewhere.path, table=elsewhere.table)
+    assert "the only folder that this server reads" in trainer.state()["error"]
+    for changes in ({"path": str(link), "table": {}}, {"path": 3}, {"unknown": 1}):
         trainer.connect(**changes)
         assert trainer.state()["error"], changes
     link.unlink()
