@@ -84,7 +84,7 @@ def export_fp8(
     recipe = recipe or recipe_for_model(model, kv_cache_dtype="auto" if kv_scales is None else "fp8")
     if recipe.format is BLOCKS and family_of(model.config.model_type).scales_renamed:
         raise ValueError(
-            f"an export in 128x128 blocks of a model of type {model.config.model_type!r}: vLLM 0.31 renames their "
+            f"an export in 128x128 blocks of a model of type {model.config.model_type!r}: vLLM renames their "
             "scales to those of whole tensors, and could not read it. Train with fp8_weight_format='tensor', or call "
             "trainer.save_model(folder) and then trl-fp8 export FOLDER TARGET --weight-format tensor."
         )

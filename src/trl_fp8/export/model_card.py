@@ -64,7 +64,7 @@ def export_card(
     options = ', kv_cache_dtype="fp8"' if has_kv_scales and not latent else ""
     kv_scales = "KV cache scales are included" if has_kv_scales else "there are no KV cache scales"
     if has_kv_scales and latent:
-        kv_scales += ", but vLLM 0.31 loads none for latent attention (MLA), so that its cache is best left in BF16"
+        kv_scales += ", but vLLM loads none for latent attention (MLA), so that its cache is best left in BF16"
     section = (
         f"## FP8 checkpoint\n\n{merge}Weights are {spec.description} with `weight{spec.scale_suffix}`; {kv_scales}. "
         f'{spec.readers}\n\n```python\nfrom vllm import LLM\n\nllm = LLM("THIS_REPOSITORY"{options})\n```\n\n'

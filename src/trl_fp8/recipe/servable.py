@@ -74,11 +74,12 @@ def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | 
     found = resolve(outline.architectures) if resolve is not None else outline.class_name
     if (found or "").startswith("Transformers") and not family.by_transformers:
         return (
-            "vLLM 0.31 has no class of its own for them and falls back to its transformers backend, which was "
+            "vLLM has no class of its own for them and falls back to its transformers backend, which was "
             f"tested only with {', '.join(backed)}"
         )
     if found is None:
-        return f"vLLM 0.31 knows no class for {', '.join(outline.architectures)} (a vLLM plugin may register one)"
+        architectures = ", ".join(outline.architectures)
+        return f"the installed vLLM knows no class for {architectures} (a vLLM plugin may register one)"
     for part, reason in _REFUSED_NAMES.items():
         for name in outline.parameters:
             if re.search(part, name):

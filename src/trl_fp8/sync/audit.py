@@ -85,7 +85,7 @@ def audit(
     }
     cause = "The ranks hold different policies: look for what changes weights on some of them only."
     if any(problems.values()):
-        cause = "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
+        cause = "This is a defect of the sync, not of your data."
     differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
     problems["are not the same on every rank"] = differ
     found = [f"{len(which)} tensors {what}: {listed(which, 12)}" for what, which in problems.items() if which]

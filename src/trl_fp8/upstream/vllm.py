@@ -1,4 +1,4 @@
-"""Access to private parts of vLLM 0.31. Functions import vLLM themselves, so that planning works without it.
+"""Access to private parts of vLLM. Functions import vLLM themselves, so that planning works without it.
 
 `llm` is a `vllm.LLM` in this process (the executor `external_launcher`), with vLLM's first model runner.
 """

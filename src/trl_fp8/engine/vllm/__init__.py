@@ -1,1 +1,1 @@
-"""vLLM 0.31 as the engine: started, synced, audited, sampled from."""
+"""vLLM as the engine: started, synced, audited, sampled from."""

@@ -39,12 +39,12 @@ class RouteLog(RolloutLog):
         if cached and recipe.tensor_parallel_size > 1:
             raise ValueError(
                 f"router_replay with vllm_tensor_parallel_size={recipe.tensor_parallel_size} on cuda: only the first "
-                "rank of a vLLM 0.31 engine returns the experts that it chose, and its other ranks fail without them. "
+                "rank of a vLLM engine returns the experts that it chose, and its other ranks fail without them. "
                 "Set vllm_tensor_parallel_size=1, or router_replay='off'."
             )
         if cached and user.get("async_scheduling"):
             raise ValueError(
-                "vllm_engine_kwargs sets async_scheduling=True with router_replay: vLLM 0.31 cannot reset its prefix "
+                "vllm_engine_kwargs sets async_scheduling=True with router_replay: vLLM cannot reset its prefix "
                 "cache after a weight sync while a batch whose routes it returns is in flight. Remove it, or set "
                 "router_replay='off'."
             )
