@@ -137,7 +137,7 @@ def test_the_longest_prompt_that_cuts_completions_is_warned_of_before_the_engine
         environment_factories=None,
         rollout_func=None,
         train_dataset=rows,
-        _tokenize_prompts=lambda prompts: ([[0] * (60 if prompts == [prompt] else 10)], None, {}),
+        prompt_token_ids=lambda prompts: [[0] * (60 if prompts == [prompt] else 10)],
     )
     PartialState()
     Syncs._warn_of_long_prompts(SimpleNamespace(trainer=trainer))
