@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import FP8GRPOConfig
+    from .engine.vllm.sync_audit import SyncAuditCallback
     from .recipe.recipe import FP8Recipe
     from .rollouts import FP8Rollouts
     from .run.progress import FP8ProgressCallback
@@ -32,6 +33,7 @@ __all__ = [
     "FP8RLOOTrainer",
     "FP8Recipe",
     "FP8Rollouts",
+    "SyncAuditCallback",
 ]
 __version__ = "0.1.0.dev0"
 
@@ -51,6 +53,7 @@ _HOME = {
     "FP8RLOOTrainer": ".trainers.rloo_trainer",
     "FP8Recipe": ".recipe.recipe",
     "FP8Rollouts": ".rollouts",
+    "SyncAuditCallback": ".engine.vllm.sync_audit",
 }
 
 

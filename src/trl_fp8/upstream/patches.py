@@ -138,6 +138,14 @@ register(
 register(
     ON_INSTANCES,
     {
+        "trl.generation.vllm_generation.VLLMGeneration.sync_weights": (
+            "engine/vllm/sync_audit.py",
+            "No callback runs between a sync and what is sampled after it.",
+        ),
+        "trl.generation.vllm_generation.VLLMGeneration.generate": (
+            "engine/vllm/sync_audit.py",
+            "The same, of a step without a sync.",
+        ),
         "transformers.core_model_loading._weight_conversions": (
             "policy/model.py",
             "save_pretrained would quantize again.",
