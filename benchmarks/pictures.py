@@ -16,7 +16,7 @@ SMALLEST = 1e-8
 DEPTH_CURVES = {
     "bf16": "BF16 rollouts",
     "fp8": "FP8 rollouts",
-    "full": "FP8 rollouts, trainer runs the engine's forward",
+    "full": "FP8 rollouts, one forward",
 }
 # Policies of benchmarks/bench_demo.py likewise
 STEP_CURVES = {"bf16": "BF16 rollouts", "fp8_linears_kv": "FP8 rollouts", "fp8_flow": "FP8 rollouts, one forward"}
@@ -80,13 +80,14 @@ def plot_depth(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
     markers = dict(
         zip([w for w in dict.fromkeys(row["weights"] for row in rows) if w != "random"], "D*^", strict=False)
     )
-    for policy, colour in zip(DEPTH_CURVES, SERIES, strict=False):
+    for policy, colour, style in zip(DEPTH_CURVES, SERIES, ("-", "--", "-."), strict=False):
         of = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["layers"])
         drawn = [row for row in of if row["weights"] == "random"]
         means = [row["mismatch_mean"] for row in drawn]
         errors = [[abs(row["mismatch"][side] - row["mismatch_mean"]) for row in drawn] for side in ("min", "max")]
         layers = [row["layers"] for row in drawn]
-        axes.errorbar(layers, means, errors, marker="o", capsize=3, color=colour, label=DEPTH_CURVES[policy])
+        bars = {"marker": "o", "capsize": 3, "linestyle": style, "linewidth": 2, "color": colour}
+        axes.errorbar(layers, means, errors, **bars, label=DEPTH_CURVES[policy])
         for row in (row for row in of if row["weights"] != "random"):
             marker = markers[row["weights"]]
             axes.plot(row["layers"], row["mismatch_mean"], marker, color=colour, markerfacecolor="none", markersize=8)
