@@ -20,7 +20,6 @@ from testing import record
 from testing.planted_faults import ADAPTERS, FAULTS, LONG, adapters_unsent, restart_of, same_prompts
 from testing.runs import arguments, rows, training
 from testing.tiny_models import save_checkpoint
-from trl_fp8.features.one_forward.explanation import Explanation
 from trl_fp8.features.one_forward.unexplained import EXPLAINED, UNEXPLAINED
 
 from .deep_policies import TEXTS, CheckpointPolicy
@@ -90,8 +89,6 @@ def main() -> None:
 def measured(trainer, fault, warnings: Warnings) -> dict:
     """Return the largest value of each part over the steps of a run, its tokens, and whether it warned."""
     warnings.texts.clear()
-    explanation = trainer.feature(Explanation)
-    explanation._noted.clear()  # each fault is a run of its own
     with fault:
         trainer.train()
     logged = rows(trainer)

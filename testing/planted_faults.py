@@ -39,16 +39,20 @@ def changed(tensor, factor):
     """Multiply a tensor of the engine inside the block."""
     before = tensor.clone()
     tensor.mul_(factor)
-    yield
-    tensor.copy_(before)
+    try:
+        yield
+    finally:
+        tensor.copy_(before)
 
 
 @contextmanager
 def replaced(owner, name, value):
     before = getattr(owner, name)
     setattr(owner, name, value)
-    yield
-    setattr(owner, name, before)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def while_sampling(plant):
@@ -64,8 +68,10 @@ def while_sampling(plant):
                 return generate(*args, **kwargs)
 
         llm.generate = generate_with_fault
-        yield
-        del llm.generate
+        try:
+            yield
+        finally:
+            del llm.generate
 
     return fault
 
@@ -87,8 +93,10 @@ def policy_one_step_old(trainer):
             sync()
 
     generation.sync_weights = first_only
-    yield
-    del generation.sync_weights
+    try:
+        yield
+    finally:
+        del generation.sync_weights
 
 
 # Name -> a context manager of a trainer

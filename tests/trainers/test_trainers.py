@@ -3,14 +3,17 @@
 import inspect
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import trl.generation.vllm_generation as trl_generation
 from trl import RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from testing.runs import arguments, column, recorded, rows, training
 from trl_fp8 import FP8GMPOConfig, FP8GMPOTrainer, FP8RLOOConfig, FP8RLOOTrainer
+from trl_fp8.trainers.sequence_weights import SequenceWeights
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
@@ -59,6 +62,51 @@ def test_three_steps_are_audited_compared_and_corrected_by_sequence(trainer_clas
             weights = (difference * inputs["completion_mask"]).sum(1).exp().clamp(max=2.0)
             assert loss == pytest.approx(-(weights * inputs["advantages"]).mean().item(), abs=1e-4)
             assert abs(loss + inputs["advantages"].mean().item()) > 1e-3  # else the test sees no weights
+
+
+class Recorded:
+    """Stands in for TRL's trainer, whose loss it is not about."""
+
+    def _compute_loss(self, model, inputs):
+        return inputs["advantages"]
+
+
+class Weighted(SequenceWeights, Recorded):
+    def __init__(self, correction):
+        self.args = SimpleNamespace(correction=correction)
+
+
+def test_trls_own_ratio_weighs_nothing_with_every_fp8_flag_off():
+    inputs = {"advantages": torch.tensor([1.0, -1.0]), "importance_sampling_ratio": torch.tensor([[0.0], [3.0]])}
+    assert Weighted(None)._compute_loss(None, inputs).tolist() == [1, -1]
+    assert Weighted(object())._compute_loss(None, inputs).tolist() == [0, -3]
+
+
+def test_the_weight_of_a_sequence_stands_at_its_first_trained_token():
+    weights = torch.tensor([[1.0, 0.5, 0.5], [1.0, 1.0, 0.0]])
+    inputs = {
+        "advantages": torch.ones(2),
+        "importance_sampling_ratio": weights,
+        "completion_mask": torch.ones(2, 3, dtype=torch.long),
+        "tool_mask": torch.tensor([[0, 1, 1], [0, 0, 1]]),
+    }
+    assert Weighted(object())._compute_loss(None, inputs).tolist() == [0.5, 0]
+
+
+@pytest.mark.engine
+def test_a_log_prob_that_is_missing_is_counted_by_rloo(checkpoint, tmp_path, monkeypatch):
+    extract = trl_generation.extract_logprobs
+
+    def without_one(outputs):
+        logprobs, ids = extract(outputs)
+        logprobs[0][0][0] = None  # as of a NaN
+        return logprobs, ids
+
+    monkeypatch.setattr(trl_generation, "extract_logprobs", without_one)
+    args = arguments(tmp_path, FP8RLOOConfig, vllm_max_model_length=64, max_steps=1)
+    with training(checkpoint("qwen3"), args, FP8RLOOTrainer) as trainer:
+        trainer.train()
+        assert 0 < rows(trainer)[0]["mismatch/fraction_missing"] < 0.1
 
 
 @pytest.mark.engine

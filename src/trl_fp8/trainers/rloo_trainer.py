@@ -1,5 +1,6 @@
 """`FP8RLOOTrainer`: TRL's `RLOOTrainer` with FP8 rollouts, and with the engine's log-probs, which TRL drops."""
 
+import math
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -106,7 +107,10 @@ class FP8RLOOTrainer(SequenceWeights, FP8Rollouts, _ComparedRLOO):
 
         def noting_logps(*args, **kwargs) -> tuple:
             output = generate(*args, **kwargs)
-            self._rollout_logps = [[token[0] for token in completion] for completion in output[2]]
+            # TRL turns a NaN into None; the correction counts those that are missing
+            self._rollout_logps = [
+                [math.nan if token[0] is None else token[0] for token in completion] for completion in output[2]
+            ]
             return output
 
         generation.generate = noting_logps

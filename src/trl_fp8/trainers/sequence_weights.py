@@ -2,6 +2,7 @@
 
 These losses read no weights, but they are linear in the advantage of a sequence: min(r A, clip(r) A) w is
 min(r w A, clip(r) w A) for w >= 0. So an advantage times w is the loss times w. A weight of one token has no place.
+A KL penalty in the loss is not weighted, as in TRL's GRPO.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trl_fp8.config import FP8Config
+from trl_fp8.run.batch import COMPLETION_MASK, TOOL_MASK
 
 
 @dataclass
@@ -39,8 +41,11 @@ class SequenceWeights:
     """Base of a trainer whose loss is linear in the advantages. It stands before TRL's trainer."""
 
     def _compute_loss(self, model, inputs: dict) -> torch.Tensor:
-        # [B, 1], or [B, T] with the same weight at all tokens
-        weights = inputs.get("importance_sampling_ratio")
+        # TRL's own ratio, with everything off, is one that TRL's loss ignores
+        weights = inputs.get("importance_sampling_ratio") if self.args.correction is not None else None
         if weights is not None:
+            if weights.shape[1] > 1:  # [B, T]: the same at all tokens that are trained, 1 at the others
+                trained = inputs[COMPLETION_MASK] * inputs.get(TOOL_MASK, 1)
+                weights = weights.gather(1, trained.argmax(1, keepdim=True))
             inputs = inputs | {"advantages": inputs["advantages"] * weights[:, 0]}
         return super()._compute_loss(model, inputs)

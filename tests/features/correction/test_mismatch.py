@@ -230,6 +230,7 @@ HEALTHY = {
     [
         ("correction/effective_sample_size", 0.69, "token"),
         ("correction/sequence_effective_sample_size", 0.29, "sequence"),
+        ("mismatch/k3_kl", 0.11, "token"),
         ("correction/fraction_masked_sequences", 0.21, "token"),
         ("correction/all_rejected", 1.0, "token"),
     ],

@@ -36,8 +36,6 @@ def restart(trainer):
 
 def run(trainer, fault, caplog):
     """Train with a fault. Return the logged rows, and warnings about unexplained mismatch."""
-    explanation = trainer.feature(Explanation)
-    explanation._noted.clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING), fault:
         trainer.train()
@@ -53,6 +51,16 @@ def test_a_healthy_run_has_no_unexplained_part_and_no_warning(trainer, restart, 
         assert row[UNEXPLAINED] == 0 and row[EXPLAINED] == pytest.approx(row["mismatch/k3_kl"], rel=1e-6)
         assert row[EXPLAINED] > 1e-5
     assert warnings == [] and not [type(m) for m in trainer.model.modules() if type(m).__name__.startswith("Followed")]
+
+
+@pytest.mark.engine
+def test_the_first_rollouts_of_each_call_of_train_are_explained(trainer, restart, monkeypatch):
+    monkeypatch.setattr(trainer.args, "explain_mismatch_steps", 50)
+    explanation = trainer.feature(Explanation)
+    for _ in range(2):
+        passes = explanation.passes
+        trainer.train()
+        assert explanation.passes == passes + 1
 
 
 @pytest.mark.engine

@@ -49,8 +49,9 @@ class CorrectionFlags(FlagGroup):
     vllm_importance_sampling_mode: str | None = flag(
         None,
         "How the mismatch between rollout and trainer log-probs is corrected: 'token_truncate', "
-        "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' if "
-        "anything is FP8, else 'sequence_mask', as in TRL. Refused beside `rollout_correction`, and so are "
+        "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' "
+        "(RLOO and GMPO: 'sequence_truncate') if anything is FP8, else 'sequence_mask', as in TRL. Refused beside "
+        "`rollout_correction`, and so are "
         "TRL's bounds.",
     )
     vllm_importance_sampling_clip_max: float | str | None = flag(

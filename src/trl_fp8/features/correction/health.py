@@ -1,4 +1,4 @@
-"""Warnings of correction metrics at which runs have lost, and what to try then.
+"""Warnings of mismatch and correction metrics at which runs have lost, and what to try then.
 
 The texts name what a user can change. The caller takes care that each is said once per run.
 """
@@ -9,10 +9,11 @@ from collections.abc import Mapping
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: runs below it lost most, those above nothing that was measured
 MIN_SEQUENCE_EFFECTIVE_SAMPLE_SIZE = 0.3  # verl's rollout-correction docs
 MAX_MASKED_SEQUENCES = 0.2
+MAX_K3 = 0.1  # SmolLM2-135M without a fault has 0.064 at most (docs/evidence.md)
 
 
 def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_only: bool = False) -> dict[str, str]:
-    """Return warnings about correction metrics, by name. NaN (nothing measured) is not a warning.
+    """Return warnings about mismatch and correction metrics, by name. NaN (nothing measured) is not a warning.
 
     `level` and `monitor_only` are fields of the `RolloutCorrection`. The record itself is not taken, because a report
     of a run is made without torch.
@@ -29,6 +30,13 @@ def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_onl
             else "a few tokens dominate the raw importance ratios. If that stays, a correction does not make up for "
             "it: look at mismatch/logp_difference_max and at mismatch/k3_kl by position and length, and compare with "
             "kv_cache_dtype='auto'."
+        )
+    k3 = "mismatch/k3_kl"
+    if metrics.get(k3, 0.0) > MAX_K3:
+        warnings[k3] = (
+            f"{k3} = {metrics[k3]:.3g} > {MAX_K3}: more than any FP8 run without a fault had here. If "
+            "mismatch/unexplained_k3 is logged, it says whether this is a fault. If it is not, compare with "
+            "kv_cache_dtype='auto' and with BF16 rollouts (fp8_weights=False)."
         )
     masked = "correction/fraction_masked_sequences"
     if metrics.get("correction/all_rejected", 0.0) > 0.5:

@@ -60,6 +60,7 @@ class Explanation(Feature):
         self._obstacle: str | None = None
         self._latest: int | None = None  # step of the latest explanation
         self._noted: set[str] = set()
+        self._state: object | None = None  # of the trainer, one for each call of `train`
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         self._kernels = kernels
@@ -80,8 +81,10 @@ class Explanation(Feature):
 
     def extend_batch(self, batch: Batch) -> None:
         trainer, ratio = self.trainer, batch.ratio
-        step = trainer.state.global_step  # counted from 0 by another `train`, too
-        waits = self._latest is not None and 0 <= step - self._latest < trainer.args.explain_mismatch_steps
+        if trainer.state is not self._state:  # another call of `train`, whose steps count from 0
+            self._state, self._latest, self._noted = trainer.state, None, set()
+        step = trainer.state.global_step
+        waits = self._latest is not None and step - self._latest < trainer.args.explain_mismatch_steps
         if self._obstacle is not None or ratio is None or not trainer.model.training or waits:
             return
         self._latest = step
@@ -100,7 +103,8 @@ class Explanation(Feature):
         explained, tokens, unexplained, scored = trainer.accelerator.gather(parts).view(-1, 4).sum(0).tolist()
         metrics = {EXPLAINED: mean_of(explained, tokens), UNEXPLAINED: mean_of(unexplained, scored)}
         batch.metrics |= metrics
-        self._report(values_of(metrics), listed(differences, SHOWN, "\n  ") if differs else "")
+        named = listed(differences, SHOWN, "\n  ") or "modules on another rank"
+        self._report(values_of(metrics), named if differs else "")
 
     def _report(self, values: dict[str, float], differences: str) -> None:
         """Warn of an unexplained part, and say what lowers a large explained one, each once a run."""

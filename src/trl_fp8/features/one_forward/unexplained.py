@@ -30,7 +30,8 @@ def explained_note(metrics: Mapping[str, float]) -> str:
     if not explained > LARGE_EXPLAINED_K3:
         return ""
     return (
-        f"{EXPLAINED} = {explained:.3g}: the FP8 formats cause this mismatch, it is no fault. To lower it, keep "
-        "layers in BF16 (fp8_ignored_modules), set kv_cache_dtype='auto' or kv_cache_skip_layers, or set "
-        "fp8_forward='one_forward'."
+        f"{EXPLAINED} = {explained:.3g}: on the same weights, the trainer's own forward differs by this much from the "
+        "engine's kernels. FP8 formats do that; so do dropout and a trainer that scores otherwise than TRL's. To "
+        "lower what FP8 causes, keep layers in BF16 (fp8_ignored_modules), set kv_cache_dtype='auto' or "
+        "kv_cache_skip_layers, or set fp8_forward='one_forward'."
     )
