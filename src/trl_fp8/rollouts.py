@@ -229,7 +229,8 @@ class FP8Rollouts(Saving):
         if config.get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
         ranks = args.vllm_tensor_parallel_size if args.vllm_mode == "colocate" else 1  # that share an engine
-        require_same_turns(self.tools, ranks)
+        server_ranks = self.accelerator.num_processes if args.vllm_mode == "server" else 1
+        require_same_turns(self.tools, ranks, server_ranks)
         outline = outline_of(self.model)
         self.context = args.vllm_max_model_length or int(outline.context * outline.stretch)
         if not self.rollout_func and not self.environment_factories:  # they may make prompts of their own

@@ -88,7 +88,7 @@ def fault(folder: str) -> Path:
 
 
 def plant_fault(path: Path):
-    """Return what makes workers fail at the 20th tensor while `path` exists, and read slowly while `slow` does."""
+    """Return what makes workers fail at the 20th tensor while `path` exists."""
 
     def plant() -> None:
         read = Receiver._write

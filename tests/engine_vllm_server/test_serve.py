@@ -62,7 +62,9 @@ def test_each_start_has_another_token_and_says_how_a_trainer_connects(checkpoint
     assert f"TRL_FP8_TOKEN={token} TRL_FP8_TRANSFER={tmp_path / 'staged'}" in first[2]
     assert "--vllm_server_base_url http://127.0.0.1:8123" in first[2]
     monkeypatch.setenv("TRL_FP8_TOKEN", "chosen")
-    assert command([checkpoint("qwen3"), *SIZES])[1]["TRL_FP8_TOKEN"] == "chosen"
+    _, environment, text = command([checkpoint("qwen3"), *SIZES])
+    assert environment["TRL_FP8_TOKEN"] == "chosen" and "chosen" not in text, "it would stand in a job's log"
+    assert "--vllm_max_model_length 64" in text
 
 
 def test_a_start_removes_files_of_dead_trainers(checkpoint, tmp_path):
@@ -79,9 +81,11 @@ def test_a_start_removes_files_of_dead_trainers(checkpoint, tmp_path):
 def test_further_flags_go_to_vllm_and_those_of_the_recipe_are_refused(checkpoint, capsys):
     words, _, _ = command([checkpoint("qwen3"), *SIZES, "--no-fp8-weights", "--kv-cache-dtype", "auto", "--seed", "5"])
     assert parsed(words).seed == 5
-    for flag in (["--middleware", "a.B"], ["--load-format=auto"], ["--api-key", "x"]):
+    refused = [["--middleware", "a.B"], ["--load-format=auto"], ["--api-key", "x"], ["-tp", "2"], ["--config", "f"]]
+    refused += [["--kv-transfer-config", "{}"], ["--enable_lora"], ["--weight-transfer-config.backend", "nccl"]]
+    for flag in refused:
         assert main(["serve", checkpoint("qwen3"), *SIZES, *flag]) == 2
-        assert flag[0].partition("=")[0] in capsys.readouterr().err
+        assert flag[0].partition("=")[0].partition(".")[0].replace("_", "-") in capsys.readouterr().err
     assert main(["serve", "./no/such/model"]) == 2
     assert "no/such/model" in capsys.readouterr().err
 

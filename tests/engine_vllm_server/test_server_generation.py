@@ -30,6 +30,16 @@ def test_what_was_not_tried_with_a_server_is_refused_by_name(device, zero3, imag
         ServerGeneration._require_supported(stand_in)
 
 
+def test_a_server_that_would_cut_sequences_short_is_refused(monkeypatch):
+    outline = SimpleNamespace(context=128, stretch=1.0)
+    monkeypatch.setattr(server_generation, "outline_of", lambda model: outline)
+    engine = SimpleNamespace(base_url="http://server")
+    whole, short = (SimpleNamespace(model=None, max_model_length=n, engine=engine) for n in (None, 64))
+    with pytest.raises(ValueError, match="up to 64 tokens, and the trainer's may have 128: .*--max-model-len 128"):
+        ServerGeneration._require_context(whole, 64)
+    ServerGeneration._require_context(short, 64)
+
+
 def test_each_prompt_has_a_seed_of_its_own_that_run_step_and_call_decide(monkeypatch):
     def answer(self, prompts, generation_kwargs, **options):
         return {"completion_ids": [[*prompts[0], generation_kwargs["seed"], generation_kwargs["stop"]]]}

@@ -54,6 +54,10 @@ class Server:
         self.tensors = {recipe.engine_name(name): "bfloat16" for name, _ in policy.named_parameters()}
         for name in recipe.fp8_tensors:
             self.tensors |= {recipe.engine_name(name): "float8_e4m3fn", recipe.scale_name(name): "float32"}
+        self.fp8_cache = []
+        if recipe.fp8_kv_cache:
+            layers = range(policy.config.num_hidden_layers)
+            self.fp8_cache = [layer for layer in layers if layer not in recipe.kv_cache_skip_layers]
         self.start("a")
 
     def start(self, instance):
@@ -72,6 +76,7 @@ class Server:
         if method == "fp8_state":
             return [worker.state() for worker in self.workers]
         described = {"kernels": {"Kernel": 14}, "linears": None, "query_rounded": False, "derived": []}
+        described |= {"fp8_cache": self.fp8_cache, "context": 64}
         return [{"instance": worker.instance, "tensors": self.tensors} | described for worker in self.workers]
 
     def init_weight_transfer_engine(self, init_info):
@@ -225,6 +230,22 @@ def test_a_worker_that_read_another_trainers_file_fails_the_audit(policy, server
     with pytest.raises(RuntimeError, match="hold other bytes than were sent"):
         deliver(delivery, policy)
     staged.close()
+
+
+def test_another_cache_than_the_trainers_is_refused_at_the_start(policy, server, tmp_path):
+    with pytest.raises(ValueError, match=r"FP8 KV cache in the layers \[0, 1\].*flags say \[\]"):
+        StagedEngine(server, policy, recipe_for_model(policy, kv_cache_dtype="auto"), str(tmp_path), 1)
+    server.fp8_cache = [1]
+    with pytest.raises(ValueError, match=r"FP8 KV cache in the layers \[1\].*flags say \[0, 1\]"):
+        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("gone"), ValueError("TRL_FP8_TOKEN is not the token")])
+def test_a_server_that_cannot_be_asked_stops_a_generation_on_all_ranks(error, policy, server, delivery):
+    deliver(delivery, policy)
+    server.fail = {"fp8_state": error}
+    with pytest.raises(RuntimeError, match=str(error)):
+        delivery.verify()
 
 
 def test_a_tensor_that_changes_after_a_sync_is_named_before_a_generation(policy, server, delivery):

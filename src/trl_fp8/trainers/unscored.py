@@ -19,7 +19,7 @@ class UnscoredConfig(FP8Config):
     use_transformers_continuous_batching = transformers_continuous_batching_config = None
     router_aux_loss_coef = 0.0
 
-    blind_pass = "a trainer that distills"  # KV scales are calibrated on the policy
+    blind_pass = "a trainer that distills"  # noqa: S105, no password. KV scales are calibrated on the policy
 
     def __post_init__(self):
         super().__post_init__()

@@ -4,7 +4,7 @@ Nothing is retried here. TRL's client repeats a POST after 500, 502 and 503, and
 """
 
 import os
-import random
+import secrets
 import time
 from itertools import count
 
@@ -26,7 +26,7 @@ class Control(HTTPVLLMWeightSyncClient):
 
     def __init__(self, base_url: str, timeout: float = 300, token: str | None = None):
         super().__init__(base_url, timeout)
-        self._numbers = count(random.getrandbits(40))
+        self._numbers = count(secrets.randbits(40))  # `random` is seeded, alike for two trainers
         token = os.environ.get(TOKEN, "") if token is None else token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -54,10 +54,6 @@ class Control(HTTPVLLMWeightSyncClient):
 
     def reset_prefix_cache(self) -> bool:
         return bool(self._post("reset_prefix_cache")["success"])
-
-    def server_info(self) -> dict:
-        """Return vLLM's configuration."""
-        return self._call("GET", "server_info", params={"config_format": "json"})["vllm_config"]
 
     def wait_until_up(self, seconds: float) -> None:
         """Wait for a healthy server. `ServerGone` if there is none after `seconds`."""

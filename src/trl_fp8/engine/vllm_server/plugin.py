@@ -10,8 +10,8 @@ from functools import cache
 SWITCH = "TRL_FP8_SERVER"
 BACKEND = "trl_fp8"  # of vLLM's --weight-transfer-config
 FOLDER = "TRL_FP8_TRANSFER"  # the only folder from which a server reads files of trainers
-DEFAULT_FOLDER = "/dev/shm"
-TOKEN = "TRL_FP8_TOKEN"  # what endpoints that change state ask for
+DEFAULT_FOLDER = "/dev/shm"  # noqa: S108, its files are created exclusively, and their owner is checked
+TOKEN = "TRL_FP8_TOKEN"  # noqa: S105, the name of a variable: what endpoints that change state ask for
 WAIT = "TRL_FP8_WAIT"  # seconds for which requests wait for the end of an update
 
 

@@ -18,7 +18,13 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
 from trl_fp8.engine.vllm.layout import Added, constants_layout, engine_layout
-from trl_fp8.engine.vllm.numerics import activation_scaling, fp8_kernels, quantizes_query, require_auditable
+from trl_fp8.engine.vllm.numerics import (
+    activation_scaling,
+    attention_layers,
+    fp8_kernels,
+    quantizes_query,
+    require_auditable,
+)
 from trl_fp8.engine.vllm.scale_copies import KVScaleCopies, fp8_attention_layers
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KVScales
@@ -64,6 +70,12 @@ class Receiver(WeightTransferEngine):
             "kernels": dict(fp8_kernels(self.model)),
             "linears": None if scaling is None else list(scaling),
             "query_rounded": bool(quantizes_query(self.model)),
+            "fp8_cache": [
+                layer
+                for layer, module in attention_layers(self.model).items()
+                if module.kv_cache_dtype.startswith("fp8")
+            ],
+            "context": self.vllm_config.model_config.max_model_len,
             "tensors": {piece.name: str(piece.dtype).removeprefix("torch.") for piece in sent},
             "derived": [piece.name for piece in self.layout.derived],
         }

@@ -78,6 +78,7 @@ class ServerGeneration(DeliveredGeneration):
         self.engine = StagedEngine(control, self.model, self.recipe, folder, self.server_timeout, of_first)
         if control is not None:
             self.vllm_client = SeededClient(base_url=url, connection_timeout=self.server_timeout)
+        self._require_context(self.engine.context)
         self.numerics = self.engine.numerics
         self.weights = PolicyWeights(self)
         self.delivery = InPlaceDelivery(
@@ -101,6 +102,17 @@ class ServerGeneration(DeliveredGeneration):
         if reason is not None:
             raise ValueError(f"vllm_mode='server' with FP8: {reason}. Set vllm_mode='colocate'.")
 
+    def _require_context(self, served: int) -> None:
+        """Raise `ValueError` if the server would cut sequences short that the trainer allows."""
+        outline = outline_of(self.model)
+        longest = self.max_model_length or int(outline.context * outline.stretch)
+        if served < longest:
+            raise ValueError(
+                f"{self.engine.base_url} serves sequences of up to {served} tokens, and the trainer's may have "
+                f"{longest}: the server would cut them short. Set vllm_max_model_length={served}, or start the "
+                f"server with --max-model-len {longest}."
+            )
+
     def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
         self._occasion = occasion
 
@@ -119,6 +131,7 @@ class ServerGeneration(DeliveredGeneration):
         if self.accelerator.is_main_process:
             self.vllm_client.begin((*self._occasion, calls[self._occasion]))
         output = super().generate(prompts, images, num_generations, profiler)
+        self.delivery.verify()  # another trainer's sync would let requests in flight go on with its weights
         require_same_prompts(prompts, output[0])
         return output
 

@@ -67,8 +67,8 @@ class StagedLayout(Layout):
             return super().sums()
         try:
             return torch.tensor(self._engine.worker_sums())
-        except RuntimeError as error:
-            self._failure = error
+        except (RuntimeError, ValueError) as error:
+            self._failure = RuntimeError(str(error))  # as a delivery expects, from all ranks
             logger.warning(str(error))
             return torch.zeros(len(self.names), dtype=torch.int64)
 
@@ -135,6 +135,7 @@ class StagedEngine:
             query_rounded=self._described["query_rounded"],
         )
         forms = self._forms()
+        self.context = self._described["context"]  # tokens of the longest sequence
         self._file = None if control is None else StagingFile(folder, forms)
         self.layout = StagedLayout(zeros(forms) if self._file is None else self._file.tensors, self)
 
@@ -161,6 +162,8 @@ class StagedEngine:
         if different:
             raise RuntimeError(f"workers {different} of {self.base_url} hold other tensors than the first one.")
         self._require_tensors(first["tensors"])
+        for answer in answers:
+            self._require_cache(answer["fp8_cache"])
         self._answering = [answer["instance"] for answer in answers]
         return first
 
@@ -184,6 +187,19 @@ class StagedEngine:
                 f"{self.base_url} serves another model or another recipe than the trainer has: {'; '.join(found)}. "
                 "Start it with the model and the FP8 flags of the trainer."
             )
+
+    def _require_cache(self, served: list[int]) -> None:
+        """Raise `ValueError` unless the server's KV cache is FP8 in the layers (`served`) in which the recipe's is."""
+        expected = sorted(set(self._cached_layers()) - set(self._recipe.kv_cache_skip_layers))
+        if served != expected:
+            raise ValueError(
+                f"{self.base_url} has an FP8 KV cache in the layers {served}, and the trainer's flags say {expected}. "
+                "Start it with the trainer's --kv-cache-dtype and --kv-cache-skip-layers."
+            )
+
+    def _cached_layers(self) -> list[int]:
+        """Return the layers whose k and v are in a cache, if the recipe's cache is FP8."""
+        return list(kv_layers(caches_of(self._policy.config.get_text_config()))) if self._recipe.fp8_kv_cache else []
 
     def _forms(self) -> dict[str, tuple[str, list[int]]]:
         """Return dtype (the server's) and whole shape (the policy's) of each tensor, by its name in the engine."""
@@ -226,12 +242,11 @@ class StagedEngine:
         if answering == self._instances:
             return
         self._described = self._describe()
-        cached = kv_layers(caches_of(self._policy.config.get_text_config())) if self._recipe.fp8_kv_cache else []
         self.control.init_weight_transfer_engine(
             {
                 "path": self._file.path,
                 "table": self._file.table,
-                "kv_layers": list(cached),
+                "kv_layers": self._cached_layers(),
                 "skip_layers": list(self._recipe.kv_cache_skip_layers),
             }
         )
