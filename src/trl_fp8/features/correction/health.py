@@ -34,7 +34,7 @@ def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_onl
     k3 = "mismatch/k3_kl"
     if metrics.get(k3, 0.0) > MAX_K3:
         warnings[k3] = (
-            f"{k3} = {metrics[k3]:.3g} > {MAX_K3}: more than any FP8 run without a fault had here. If "
+            f"{k3} = {metrics[k3]:.3g} > {MAX_K3}: SmolLM2-135M with 30 layers and no fault had at most 0.064. If "
             "mismatch/unexplained_k3 is logged, it says whether this is a fault. If it is not, compare with "
             "kv_cache_dtype='auto' and with BF16 rollouts (fp8_weights=False)."
         )
