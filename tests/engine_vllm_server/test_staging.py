@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from trl_fp8.engine.vllm_server import staging
 from trl_fp8.engine.vllm_server.staging import StagingFile, opened, remove_abandoned
 
 
@@ -93,3 +95,17 @@ def test_files_of_dead_trainers_are_removed_and_those_of_living_ones_stay(staged
     [dead] = {str(path) for path in tmp_path.iterdir()} - {staged.path}
     assert remove_abandoned(str(tmp_path)) == [dead]
     assert [str(path) for path in tmp_path.iterdir()] == [staged.path]
+
+
+def test_a_file_that_is_not_locked_yet_is_not_taken_for_an_abandoned_one(tmp_path, monkeypatch):
+    flock = staging.fcntl.flock
+
+    def lock(file, operation):
+        monkeypatch.undo()
+        assert remove_abandoned(str(tmp_path)) == []  # another trainer starts just now
+        flock(file, operation)
+
+    monkeypatch.setattr(staging.fcntl, "flock", lock)
+    made = StagingFile(str(tmp_path), {"a": ("float32", [2])})
+    assert Path(made.path).exists() and [path.name for path in tmp_path.iterdir()] == [Path(made.path).name]
+    made.remove()

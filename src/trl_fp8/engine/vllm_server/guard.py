@@ -120,7 +120,7 @@ class Guard:
                 request.result()
         finally:
             abandoned.cancel()
-            request.cancel()  # vLLM aborts it
+            request.cancel()  # its client has an answer; what vLLM has queued may still run after the next sync
         if not request.done() and not started:
             await _answer(send, 503, self._reason())
 

@@ -133,7 +133,7 @@ class Receiver(WeightTransferEngine):
         """Call `work`, and keep its error for `state`: see the module's docstring."""
         try:
             work()
-        except BaseException as error:
+        except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
 
     def _connect(self, path: str, table: Table, kv_layers: list[int] = (), skip_layers: list[int] = ()) -> None:
@@ -202,5 +202,5 @@ def _answer(number: int, question: Callable[[], dict]) -> dict:
     """Return the answer with its question's number, or the error under "failed"."""
     try:
         return {"number": number, **question()}
-    except BaseException as error:
+    except Exception as error:
         return {"number": number, "failed": f"{type(error).__name__}: {error}"}

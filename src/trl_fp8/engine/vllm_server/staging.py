@@ -46,9 +46,12 @@ class StagingFile:
         for name, (dtype, shape) in tensors.items():
             self.table[name] = [dtype, list(shape), size]
             size += -(-_bytes(dtype, shape) // ALIGNED) * ALIGNED
-        self.path = os.path.join(folder, f"{PREFIX}{os.getpid()}_{os.urandom(8).hex()}")
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        name = f"{PREFIX}{os.getpid()}_{os.urandom(8).hex()}"
+        self.path = os.path.join(folder, name)
+        unlocked = os.path.join(folder, f".{name}")  # `remove_abandoned` of another process looks for no such name
+        self._file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._file, fcntl.LOCK_EX)  # ends with this process, however that ends
+        os.rename(unlocked, self.path)
         atexit.register(self.remove)
         try:
             os.posix_fallocate(self._file, 0, max(size, 1))  # a full folder is an error now, and not SIGBUS later
