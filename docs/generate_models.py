@@ -24,12 +24,12 @@ TAIL = """
   engine's log-probs equal those of a fresh engine that vLLM's own loader fills from disk, bit for bit. That engine and transformers read the export of
   `save_fp8_model`, and its tensors are compared.
 - **FP8 parameters** is the share of a published model, or of the tiny one, in an engine on a GPU. On CPU experts stay in BF16.
-- **Mismatch** is the largest of three means of |trainer's log-prob - rollout's log-prob| over the tokens of a step. Tiny random policies compare rows and say
-  nothing about trained models. On a GPU, latent attention (DeepSeek, GLM 4.7 Flash) reads prompts [otherwise](kv_cache.md#latent-attention-mla).
+- **[Mismatch](rollout_correction.md#two-measures)** is the largest of three steps. Tiny random policies compare rows and say nothing about trained models. On a GPU, latent attention (DeepSeek, GLM 4.7 Flash) reads prompts [otherwise](kv_cache.md#latent-attention-mla).
 - **`fp8_forward="one_forward"`** is *exact* if the same mismatch is below {exact:g}, the rounding of two log-softmaxes. Otherwise the cell has the reason.
 
 A model type that is not in the table is compared with vLLM's class name by name before training, and works or is refused then. A type that vLLM does not
-know is an error of one line with an alternative. [Troubleshooting](troubleshooting.md#models) lists what is refused, and why.
+know is an error of one line with an alternative. [Troubleshooting](troubleshooting.md#models) lists what is refused, and why. A new row
+needs [two lines](../CONTRIBUTING.md#recipes).
 
 ## Images
 

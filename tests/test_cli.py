@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -88,19 +87,6 @@ def test_documents_quote_what_a_plan_says(capsys, monkeypatch, tmp_path):
     )
     assert said.format(*held) in " ".join(lora.split())
     assert not plan_of(capsys, "Qwen/Qwen3-8B", "--lora", "--gpu-memory", "24")["fits"]
-
-
-def test_memory_without_4_bits_is_what_a_plan_says(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "lora.md").read_text()
-    rows = re.findall(r"(?m)^\| (\S+/\S+) \| (\d+) GiB \| (.+?) \| (.+?) \|$", page)
-    assert len(rows) == 8
-    for name, gib, *stated in rows:
-        published.write(name, tmp_path / name)
-        for cell, words in zip(stated, (["--lora", "32"], ["--lora", "32", "--fp8-base"]), strict=True):
-            found = plan_of(capsys, name, "--gpu-memory", gib, *words)
-            room = f"{found['kv_tokens']['fp8_linears_kv']:,} tokens" if found["fits"] else "does not fit"
-            assert cell == f"{found['gib_per_gpu']['trainer']['total']:.1f}: {room}", (name, gib)
 
 
 def test_a_plan_of_the_other_format(tmp_path, capsys):

@@ -15,7 +15,7 @@ import pytest
 
 import trl_fp8
 from benchmarks.table import depth
-from testing.browser import LAPTOP, chromium, look_at
+from testing.browser import FAINT, LAPTOP, PHONE, chromium, look_at, show
 
 
 ROOT = Path(__file__).parents[1]
@@ -72,13 +72,18 @@ def test_what_the_package_exports_is_on_the_page_of_the_api(site):
 
 
 def test_pages_are_right_in_a_browser(site):
-    """Over HTTP, as the search does not work from files."""
+    """Over HTTP, as the search does not work from files; all of them in the dark on a phone."""
     handler = partial(QuietHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium(LAPTOP) as browser:
         Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
         for page in ("index", "quickstart", "comparison", "configuration", "evidence", "troubleshooting"):
-            look_at(browser, f"http://127.0.0.1:{server.server_port}/{page}.html")
+            look_at(browser, f"{address}/{page}.html")
             assert browser.find_element("css selector", "h1").text
+        show(browser, PHONE, "dark")
+        for path in (ROOT / "docs").glob("*.md"):
+            look_at(browser, f"{address}/{path.stem}.html")
+            assert browser.execute_script(FAINT) == [], path.stem
         server.shutdown()
 
 

@@ -99,12 +99,30 @@ def test_claims_that_pages_repeat():
 
 
 def test_the_mismatch_of_a_deep_model():
-    deepest = max(results_of("smollm2_depth")["cells"], key=lambda cell: cell["layers"])["fp8_linears_kv"]["k3"]
+    cell = max(results_of("smollm2_depth")["cells"], key=lambda cell: cell["layers"])
+    deepest, page = cell["fp8_linears_kv"]["k3"], text_of("docs/rollout_correction.md")
     stated = "{median:.3f} (range {min:.3f} to {max:.3f}, 3 seeds)".format(**deepest)
-    assert f"has a k3 of {stated} without a fault" in text_of("docs/rollout_correction.md")
     toy = results_of("claims")["arms"]["addition-e4m3_kv-none-bf16-1x1"]["k3"]["value"]
-    assert f"k3 is {toy:.4f} for that policy" in text_of("README.md")
+    assert f"a toy has a k3 of {toy:.4f}, SmolLM2-135M of {stated}" in page
+    assert f"is {toy:.4f} for that policy" in text_of("README.md")
     assert f"{deepest['median']:.3f} for SmolLM2-135M" in text_of("README.md")
+    normal = f"range from {toy:.4f} for a toy to {deepest['median']:.3f} for SmolLM2-135M"
+    assert normal in text_of("docs/troubleshooting.md")
+    for measure in ("mismatch", "k3"):
+        medians = [cell[rollouts][measure]["median"] for rollouts in ("bf16", "fp8_linears_kv")]
+        assert f"| {medians[0]:#.2g}, {medians[1]:.2g} |" in page
+
+
+def test_what_a_k3_means():
+    """The two verdicts with a loss are of the kinds of rollouts whose mean k3 lies in these bands."""
+    page = text_of("docs/rollout_correction.md")
+    bands = {(row["metric"], row["of"]): row for row in results_of("claims")["losses"]}
+    by_mean, by_worst = bands["k3", "mean"], bands["k3", "worst"]
+    stated = "{value:.3f} (95 % CI {low:.3f} to {high:.3f})"
+    assert by_mean["edges"][2:] == [0.01, 0.1] and by_worst["edges"][2:4] == [0.01, 0.03]
+    assert f"| 0.03 to 0.1 | accuracy fell by {stated.format(**by_mean['bands'][3])}" in page
+    assert f"| above 0.1 | a warning. Accuracy fell by {stated.format(**by_mean['bands'][4])}" in page
+    assert f"of 0.01 to 0.03 lost {stated.format(**by_worst['bands'][3])}" in page
 
 
 def test_healthy_runs_are_silent_and_planted_faults_are_not():
@@ -113,7 +131,7 @@ def test_healthy_runs_are_silent_and_planted_faults_are_not():
     assert [row["warned"] or row["unexplained_k3"] for row in healthy] == [0] * 4
     real, page = rows[0], text_of("docs/rollout_correction.md")
     assert "SmolLM2-135M" in real["policy"] and real["explained_k3"] == real["k3"]
-    assert f"k3 in one generation, {real['k3']:.3f}, FP8 explains all" in page
+    assert f"FP8 explains all of SmolLM2-135M's k3, {real['k3']:.3f} in this one generation" in page
     faults = [(row["fault"], row["seed"]) for row in rows if row["fault"] is not None and row["warned"]]
     assert len(faults) == len(set(faults)) == 7 * 3 and "Seven planted faults, 3 seeds each" in page
 

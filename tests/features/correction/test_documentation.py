@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from trl_fp8 import FP8GMPOConfig, FP8RLOOConfig
 from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.features.correction.correction import apply_correction
 from trl_fp8.features.correction.presets import PRESETS, correction_from
@@ -57,3 +58,17 @@ def test_the_rules_as_text_and_the_table_of_presets():
     ]
     table = PAGE[PAGE.index("## Presets") : PAGE.index("## In a training loop")]
     assert set(re.findall(r"(?m)^\| `(\w+)` \|", table)) == PRESETS.keys()
+
+
+@pytest.mark.parametrize("config", [FP8RLOOConfig, FP8GMPOConfig])
+def test_the_presets_that_losses_of_sequences_take(config, tmp_path):
+    def is_taken(name: str) -> bool:
+        try:
+            config(str(tmp_path), rollout_correction=name, use_cpu=True, bf16=False)
+        except ValueError as error:
+            return "takes no weight of a token" not in str(error)
+        return True
+
+    (row,) = re.findall(r"(?m)^\| RLOO, GMPO \|.*", PAGE)
+    named = re.findall(r"`(\w+)`", row.partition("Of the presets they take ")[2])
+    assert [name for name in PRESETS if is_taken(name)] == named

@@ -26,8 +26,8 @@ class KVCacheFlags(FlagGroup):
     )
     kv_cache_skip_layers: list[str] | None = flag(
         None,
-        "Decoder layers whose KV cache stays in BF16, by number (e.g. '0 27'), or 'auto': those whose k "
-        "has outliers on the first prompts of the dataset, as happens where k has a bias and no "
+        "Decoder layers whose KV cache stays in BF16, by number (e.g. [0, 27], on a command line 0 27), or 'auto': "
+        "those whose k has outliers on the first prompts of the dataset, as happens where k has a bias and no "
         "normalization (Qwen2).",
     )
     kv_calibration: str | None = flag(
