@@ -28,6 +28,7 @@ from testing.reference_experts import offered_fp8_experts  # noqa: E402
 from testing.runs import arguments, dataset, recorded, reward_digits, rows, trajectory  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
+from trl_fp8.engine.vllm_server import server_generation  # noqa: E402
 from trl_fp8.export.file_checksums import verify_export  # noqa: E402
 from trl_fp8.features.shared_base.adapter_tensors import Slot  # noqa: E402
 from trl_fp8.features.shared_base.shared_modules import SharedLinear  # noqa: E402
@@ -48,6 +49,29 @@ def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str |
     trainer.train(resume_from_checkpoint=resume)
     trainer.vllm_generation.sync_weights()
     return described(trainer) | gathers.report()
+
+
+def train_against_a_server(folder: Path, checkpoint: str, copied: bool, **flags) -> dict:
+    """A short training run whose rollouts come from a server, one more sync, and the policy "saved".
+
+    With `copied` ranks write to memory of their own, which is copied to the file, as they do on a GPU.
+    """
+    if copied:
+        staged = server_generation.StagedEngine
+        server_generation.StagedEngine = lambda *args: staged(*args[:5], torch.device("cpu"), *args[6:])
+    trainer = make_trainer(folder, checkpoint, vllm_mode="server", **flags)
+    gathers = Gathers()
+    trainer.train()
+    generation = trainer.vllm_generation
+    generation.sync_weights()
+    trainer.save_model(str(folder / "saved"))
+    return {
+        "ranks": trainer.accelerator.num_processes,
+        "saved": str(folder / "saved"),
+        "log": rows(trainer),
+        "kv_scales": generation.last_sync.carried[KV_SCALES].values.tolist(),
+        "audit_failures": generation.audit_failures,
+    } | gathers.report()
 
 
 def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **flags) -> dict:

@@ -14,6 +14,7 @@ from testing import tiny_models
 from trl_fp8.commands.cli import main
 from trl_fp8.commands.serve import SERVER, command
 from trl_fp8.engine.vllm.platform import platform_of
+from trl_fp8.engine.vllm_server import server_process
 from trl_fp8.engine.vllm_server.guard import Guard
 from trl_fp8.engine.vllm_server.staging import StagingFile
 from trl_fp8.recipe.recipe import recipe_for_model
@@ -88,6 +89,19 @@ def test_further_flags_go_to_vllm_and_those_of_the_recipe_are_refused(checkpoint
         assert flag[0].partition("=")[0].partition(".")[0].replace("_", "-") in capsys.readouterr().err
     assert main(["serve", "./no/such/model"]) == 2
     assert "no/such/model" in capsys.readouterr().err
+
+
+def test_the_kernel_that_passes_its_check_is_pinned(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(server_process, "pinned_gemm", lambda *args: {"linear_backend": "triton"})
+    words, _, _ = command([checkpoint("qwen3"), *SIZES])
+    assert words[words.index("--linear-backend") + 1] == "triton"
+
+    def none_passes(*args):
+        raise RuntimeError("no kernel of vLLM's passes its check")
+
+    monkeypatch.setattr(server_process, "pinned_gemm", none_passes)
+    assert main(["serve", checkpoint("qwen3"), *SIZES]) == 2
+    assert "no kernel of vLLM's passes its check" in capsys.readouterr().err
 
 
 def test_a_guard_without_a_token_does_not_start(monkeypatch):

@@ -115,7 +115,7 @@ def run(words: list[str]) -> int:
     """Become vLLM's server. Return 2 after one line for a user's mistake."""
     try:
         arguments, environment, text = command(words)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: no kernel passes its check
         return refuse(error)
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -75,7 +75,8 @@ class ServerGeneration(DeliveredGeneration):
         if self.accelerator.num_processes > 1:
             self.replicas = Replicas(self.accelerator.process_index, 1, all_reduce_max, all_reduce_max)
         folder = os.environ.get(FOLDER, DEFAULT_FOLDER)
-        self.engine = StagedEngine(control, self.model, self.recipe, folder, self.server_timeout, of_first)
+        device = self.accelerator.device if self.accelerator.device.type != "cpu" else None
+        self.engine = StagedEngine(control, self.model, self.recipe, folder, self.server_timeout, device, of_first)
         if control is not None:
             self.vllm_client = SeededClient(base_url=url, connection_timeout=self.server_timeout)
         self._require_context(self.engine.context)
@@ -91,16 +92,12 @@ class ServerGeneration(DeliveredGeneration):
         )
 
     def _require_supported(self) -> None:
-        reason = None
         config = self.model.config
-        if self.accelerator.device.type != "cpu":
-            reason = f"the trainer's kernels on {self.accelerator.device.type} cannot write to memory of the host"
-        elif self._dist.is_zero3 or self._dist.is_fsdp:
-            reason = "with FSDP or ZeRO-3 no rank has the whole policy, and the first one stages all of it"
-        elif config.get_text_config() is not config:
-            reason = f"a model of type {config.model_type!r} takes images, which have not been tried with a server"
-        if reason is not None:
-            raise ValueError(f"vllm_mode='server' with FP8: {reason}. Set vllm_mode='colocate'.")
+        if config.get_text_config() is not config:
+            raise ValueError(
+                f"vllm_mode='server' with FP8: a model of type {config.model_type!r} takes images, which have not been "
+                "tried with a server. Set vllm_mode='colocate'."
+            )
 
     def _require_context(self, served: int) -> None:
         """Raise `ValueError` if the server would cut sequences short that the trainer allows."""

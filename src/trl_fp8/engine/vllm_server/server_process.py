@@ -5,6 +5,7 @@ import json
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trl_fp8.engine.vllm.gemms import pinned_gemm
 from trl_fp8.engine.vllm.platform import platform_of
 from trl_fp8.recipe.recipe import recipe_for_model
 
@@ -19,7 +20,8 @@ def server_arguments(
 ) -> tuple[list[str], dict[str, str]]:
     """Return the arguments of `vllm serve MODEL`, and environment variables, for what `recipe_flags` make FP8.
 
-    Raises `ValueError` as `recipe_for` and `Platform.arguments`.
+    Kernels are checked here and the fastest is pinned, as for a colocated engine: on the first GPU of this process.
+    Raises `ValueError` as `recipe_for` and `Platform.arguments`, `RuntimeError` if no kernel passes its check.
     """
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
@@ -27,9 +29,10 @@ def server_arguments(
     recipe = recipe_for_model(policy, expert_kernels=torch.cuda.is_available(), **recipe_flags)
     platform = platform_of()
     arguments = platform.arguments(recipe, config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-    backend = platform.linear_backends(recipe)[0]
-    if recipe.fp8_weights and backend != "auto":
-        arguments["linear_backend"] = backend
+    device = torch.device(platform.name, 0)
+    with platform.ready(recipe):
+        pinned = pinned_gemm(platform.linear_backends(recipe), recipe, policy, device, None, list, max_num_seqs)
+    arguments |= pinned
     if max_model_len is not None:
         arguments["max_model_len"] = max_model_len
     arguments |= {

@@ -7,7 +7,8 @@
 
 Only the first rank of a job talks to the server. Other ranks stage the same tensors, and the audit compares them. An
 error of the server is raised on all ranks, or inside of what they agree on: one that raised alone would leave the
-others waiting. Staged tensors are in host memory, one FP8 copy of the model on each rank.
+others waiting. Staged tensors are one FP8 copy of the model on each rank: on the device of the policy, and of the
+first rank also in a file in shared memory. A policy on CPU is written straight into the file.
 """
 
 import logging
@@ -54,6 +55,7 @@ class StagedLayout(Layout):
 
     def __init__(self, tensors: dict[str, torch.Tensor], engine: "StagedEngine"):
         super().__init__(pieces_of(tensors))
+        self.device = next(iter(tensors.values())).device
         self._engine = engine
         self._failure: RuntimeError | None = None  # of the latest `sums`
 
@@ -66,11 +68,11 @@ class StagedLayout(Layout):
         if self._engine.control is None:
             return super().sums()
         try:
-            return torch.tensor(self._engine.worker_sums())
+            return torch.tensor(self._engine.worker_sums(), device=self.device)
         except (RuntimeError, ValueError) as error:
             self._failure = RuntimeError(str(error))  # as a delivery expects, from all ranks
             logger.warning(str(error))
-            return torch.zeros(len(self.names), dtype=torch.int64)
+            return torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
 
     def changed(self, seal: Sequence[int]) -> list[str]:
         names = super().changed(seal)
@@ -106,6 +108,7 @@ class StagedEngine:
         recipe: With the server's tensor parallel size.
         folder: Of the staged file, which server and trainer share.
         patience: Seconds to wait for a server that does not answer.
+        device: Where the policy is written before it is copied to the file; None: into the file itself, on CPU.
         of_first: Returns the first rank's argument on all ranks. Collective.
 
     `ValueError` on all ranks for a server whose tensors are not those of policy and recipe.
@@ -118,6 +121,7 @@ class StagedEngine:
         recipe: FP8Recipe,
         folder: str,
         patience: float,
+        device: torch.device | None = None,
         of_first: Callable[[Any], Any] = lambda value: value,
     ):
         self.control, self._policy, self._recipe = control, policy, recipe
@@ -137,7 +141,9 @@ class StagedEngine:
         forms = self._forms()
         self.context = self._described["context"]  # tokens of the longest sequence
         self._file = None if control is None else StagingFile(folder, forms)
-        self.layout = StagedLayout(zeros(forms) if self._file is None else self._file.tensors, self)
+        self._is_copied = self._file is not None and device is not None
+        in_place = self._file is not None and device is None
+        self.layout = StagedLayout(self._file.tensors if in_place else zeros(forms, device), self)
 
     def _on_first(self, action: Callable[[], Any]) -> Any:
         """Return on all ranks what `action` returns on the first one, or raise its error on all. Collective."""
@@ -225,6 +231,8 @@ class StagedEngine:
         """Let the workers copy what is staged. They generate nothing until `reset_prefix_cache`."""
         if self.control is None:
             return
+        if self._is_copied:
+            self._copy_to_file()  # before the pause, which it would prolong
         self._connect()
         self.control.pause()
         self.version += 1
@@ -234,6 +242,12 @@ class StagedEngine:
         self.control.update_weights({"path": self._file.path, "version": self.version, "kv_scales": scales})
         self.control.finish_weight_update(weight_version=str(self.version))
         self._ask()
+
+    def _copy_to_file(self) -> None:
+        """Copy what was written on the policy's device to the file. Waits for the device."""
+        written = self.layout.held
+        for name, tensor in self._file.tensors.items():
+            tensor.copy_(written[name])
 
     def _connect(self) -> None:
         """Show the staged file to the workers, unless they are those that know it."""

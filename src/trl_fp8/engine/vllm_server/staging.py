@@ -121,9 +121,12 @@ def opened(path: str, table: Table) -> StagedTensors:
     return staged
 
 
-def zeros(tensors: Mapping[str, tuple[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Return tensors as a `StagingFile` has them, in memory that no server reads."""
-    return {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in tensors.items()}
+def zeros(tensors: Mapping[str, tuple[str, list[int]]], device: torch.device | None = None) -> dict[str, torch.Tensor]:
+    """Return tensors as a `StagingFile` has them, in memory of `device` (CPU) that no server reads."""
+    return {
+        name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+        for name, (dtype, shape) in tensors.items()
+    }
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
