@@ -95,8 +95,8 @@ class ServerGeneration(DeliveredGeneration):
         config = self.model.config
         if config.get_text_config() is not config:
             raise ValueError(
-                f"vllm_mode='server' with FP8: a model of type {config.model_type!r} takes images, which have not been "
-                "tried with a server. Set vllm_mode='colocate'."
+                f"vllm_mode='server' with FP8: a model of type {config.model_type!r} takes images, which have not "
+                "been tried with a server. Set vllm_mode='colocate'."
             )
 
     def _require_context(self, served: int) -> None:
