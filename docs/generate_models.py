@@ -20,8 +20,8 @@ commit {commit}). No GPU has run any of them. `make models` makes the table from
 |---|---|---|---|---|---|
 """  # noqa: E501
 TAIL = """
-- **Tests of each row** ([testing/matrix](../testing/matrix/row.py)): three steps of GRPO. After the first sync, and after a sync behind the last step, the
-  engine's log-probs equal those of a fresh engine that vLLM's own loader fills from disk, bit for bit. That engine and transformers read the export of
+- **Tests of each row** ([testing/matrix](../testing/matrix/row.py)): three steps of GRPO. After the first sync, and after one behind the last step, the
+  engine's log-probs equal those of a fresh engine that vLLM fills from disk, bit for bit. That engine and transformers read the export of
   `save_fp8_model`, and its tensors are compared.
 - **FP8 parameters** is the share of a published model, or of the tiny one, in an engine on a GPU. On CPU experts stay in BF16.
 - **[Mismatch](rollout_correction.md#two-measures)** is the largest of three steps. Tiny random policies compare rows and say nothing about trained models. On a GPU, latent attention (DeepSeek, GLM 4.7 Flash) reads prompts [otherwise](kv_cache.md#latent-attention-mla).
