@@ -107,7 +107,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("sync/delivery.py", "part.*"): "a record of its own",
     ("sync/delivery.py", "self._trained.*"): "the same",
     ("trainers/*", "*.__doc__"): "as of FP8GRPOConfig",
-    ("trainers/rloo_trainer.py", "generation.generate"): "TRL drops the log-probs that its call returns",
+    ("trainers/compared.py", "generation.generate"): "TRL drops the log-probs that its call returns",
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # CONTRIBUTING.md, "Language": words that no docstring begins with, and identifiers that name nothing of the domain

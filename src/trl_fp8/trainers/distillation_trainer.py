@@ -9,11 +9,11 @@ from trl import DistillationConfig, DistillationTrainer
 from trl_fp8.config import documented, groups_for
 from trl_fp8.rollouts import FP8Rollouts
 
-from .unscored import Unscored, UnscoredConfig
+from .distilling import Distilling, DistillingConfig
 
 
 @dataclass
-class FP8DistillationConfig(UnscoredConfig, *groups_for(DistillationConfig), DistillationConfig):
+class FP8DistillationConfig(DistillingConfig, *groups_for(DistillationConfig), DistillationConfig):
     """Configuration of `FP8DistillationTrainer`: every field of `trl.DistillationConfig`, and the ones below."""
 
     _VALID_DICT_FIELDS = DistillationConfig._VALID_DICT_FIELDS + [
@@ -30,7 +30,7 @@ class FP8DistillationConfig(UnscoredConfig, *groups_for(DistillationConfig), Dis
 FP8DistillationConfig.__doc__ = documented(FP8DistillationConfig, DistillationConfig)
 
 
-class FP8DistillationTrainer(Unscored, FP8Rollouts, DistillationTrainer):
+class FP8DistillationTrainer(Distilling, FP8Rollouts, DistillationTrainer):
     """TRL's `DistillationTrainer` whose rollouts run in FP8. Takes exactly its arguments."""
 
     config_class = FP8DistillationConfig

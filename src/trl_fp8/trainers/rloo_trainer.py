@@ -1,6 +1,5 @@
 """`FP8RLOOTrainer`: TRL's `RLOOTrainer` with FP8 rollouts, and with the engine's log-probs, which TRL drops."""
 
-import math
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -11,24 +10,16 @@ from trl import RLOOConfig, RLOOTrainer
 from trl_fp8.config import documented, groups_for
 from trl_fp8.rollouts import FP8Rollouts
 from trl_fp8.run.batch import COMPLETION_MASK, ROLLOUT_LOGPS, TRAINER_LOGPS
-from trl_fp8.run.feature import flag
 
+from .compared import Compared, ComparedFlags
 from .sequence_weights import SequenceConfig, SequenceWeights
 
 
 @dataclass
-class _ComparedConfig(RLOOConfig):
-    """TRL's `RLOOConfig` with those of `GRPOConfig`'s flags that a correction reads."""
+class _ComparedConfig(ComparedFlags, RLOOConfig):
+    """TRL's `RLOOConfig` with the flags of a correction."""
 
-    vllm_importance_sampling_correction: bool = flag(
-        True, "Whether to compare rollouts with the policy and correct the difference, where anything is FP8."
-    )
-    vllm_importance_sampling_mode: str = flag("sequence_mask", "As in `trl.GRPOConfig`.")
-    vllm_importance_sampling_clip_max: float | None = flag(3.0, "As in `trl.GRPOConfig`.")
-    vllm_importance_sampling_clip_min: float | None = flag(None, "Lower bound of the ratio, or None.")
-
-    # Not flags: RLOO has one loss, and no deprecated name of a bound
-    vllm_importance_sampling_cap = loss_type = None
+    loss_type = None  # no flag: RLOO has one loss
 
 
 @dataclass
@@ -51,22 +42,13 @@ class _ComparedRLOO(RLOOTrainer):
     """TRL's `RLOOTrainer`, whose batch has the log-probs of both sides, under GRPO's keys."""
 
     _scored: list[torch.Tensor] | None = None  # log-probs of each pass since a generation began
-    _rollout_logps: list[list[float]] = []
-
-    @property
-    def compared(self) -> bool:
-        """Return whether a batch gets the engine's log-probs."""
-        return self.args.own_engine and self.args.vllm_importance_sampling_correction
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         self._scored = []
         tensors = super()._generate_and_score_completions(inputs)
         if self.compared:
             trainer_logps = self._scored[0]  # the first pass is the policy's, a second the reference's
-            rollout_logps = torch.zeros_like(trainer_logps)
-            for row, values in zip(rollout_logps, self._rollout_logps, strict=True):
-                row[: len(values)] = torch.tensor(values, dtype=row.dtype, device=row.device)
-            tensors |= {TRAINER_LOGPS: trainer_logps, ROLLOUT_LOGPS: rollout_logps}
+            tensors |= {TRAINER_LOGPS: trainer_logps, ROLLOUT_LOGPS: self.rollout_logps(trainer_logps)}
         self._scored = None
         return tensors
 
@@ -84,7 +66,7 @@ class _ComparedRLOO(RLOOTrainer):
         return super()._compute_loss(model, inputs)
 
 
-class FP8RLOOTrainer(SequenceWeights, FP8Rollouts, _ComparedRLOO):
+class FP8RLOOTrainer(SequenceWeights, Compared, FP8Rollouts, _ComparedRLOO):
     """TRL's `RLOOTrainer` whose rollouts run in FP8. Takes exactly the arguments of `trl.RLOOTrainer`.
 
     Raises:
@@ -98,20 +80,3 @@ class FP8RLOOTrainer(SequenceWeights, FP8Rollouts, _ComparedRLOO):
     @wraps(RLOOTrainer.__init__)
     def __init__(self, *args, **kwargs):
         super().__init__(**signature(RLOOTrainer).bind(*args, **kwargs).arguments)
-
-    def _make_generation(self, **kwargs) -> object:
-        if not self.compared:
-            return super()._make_generation(**kwargs)
-        generation = super()._make_generation(**kwargs | {"logprobs": 0})  # of the sampled token
-        generate = generation.generate
-
-        def noting_logps(*args, **kwargs) -> tuple:
-            output = generate(*args, **kwargs)
-            # TRL turns a NaN into None; the correction counts those that are missing
-            self._rollout_logps = [
-                [math.nan if token[0] is None else token[0] for token in completion] for completion in output[2]
-            ]
-            return output
-
-        generation.generate = noting_logps
-        return generation

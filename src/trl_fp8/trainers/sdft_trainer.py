@@ -9,11 +9,11 @@ from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 from trl_fp8.config import documented, groups_for
 from trl_fp8.rollouts import FP8Rollouts
 
-from .unscored import SelfDistillation, UnscoredConfig
+from .distilling import SelfDistillation, SelfDistillationConfig
 
 
 @dataclass
-class FP8SDFTConfig(UnscoredConfig, *groups_for(SDFTConfig), SDFTConfig):
+class FP8SDFTConfig(SelfDistillationConfig, *groups_for(SDFTConfig), SDFTConfig):
     """Configuration of `FP8SDFTTrainer`: every field of `trl.experimental.sdft.SDFTConfig`, and the ones below."""
 
     _VALID_DICT_FIELDS = SDFTConfig._VALID_DICT_FIELDS + [

@@ -4,28 +4,69 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 
+import torch
 from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 from trl_fp8.config import documented, groups_for
 from trl_fp8.rollouts import FP8Rollouts
+from trl_fp8.run.batch import COMPLETION_MASK, LOSS_WEIGHTS, ROLLOUT_LOGPS, TOOL_MASK, TRAINER_LOGPS
+from trl_fp8.run.feature import flag
 
-from .unscored import SelfDistillation, UnscoredConfig
+from .compared import Compared, ComparedFlags
+from .distilling import SelfDistillation, SelfDistillationConfig
 
 
 @dataclass
-class FP8SDPOConfig(UnscoredConfig, *groups_for(SDPOConfig), SDPOConfig):
+class _ComparedConfig(ComparedFlags, SDPOConfig):
+    """TRL's `SDPOConfig` with the flags of a correction."""
+
+    vllm_importance_sampling_correction: bool | None = flag(
+        None,
+        "Whether to compare rollouts with the policy and correct the policy loss, where anything is FP8. Not set: if "
+        "there is a policy loss (`distillation_weight` < 1) or a `rollout_correction`.",
+    )
+
+
+@dataclass
+class FP8SDPOConfig(SelfDistillationConfig, *groups_for(_ComparedConfig), _ComparedConfig):
     """Configuration of `FP8SDPOTrainer`: every field of `trl.experimental.sdpo.SDPOConfig`, and the ones below."""
 
     _VALID_DICT_FIELDS = SDPOConfig._VALID_DICT_FIELDS + [
-        name for group in groups_for(SDPOConfig) for name in group.AS_JSON
+        name for group in groups_for(_ComparedConfig) for name in group.AS_JSON
     ]
+
+    def __post_init__(self):
+        if self.vllm_importance_sampling_correction is None:
+            self.vllm_importance_sampling_correction = (
+                self.distillation_weight < 1 or self.rollout_correction is not None
+            )
+        super().__post_init__()
+        if self.compared and self.truncated_by:
+            settings = ", ".join(f"{name}={value!r}" for name, value in self.truncated_by.items())
+            raise ValueError(
+                f"{settings} with {type(self).__name__} and vllm_importance_sampling_correction=True: the engine's "
+                "log-probs are of the tokens that survive, those of SDPO's loss of the whole vocabulary. Set "
+                "top_p=1.0, top_k=0, min_p=None, or vllm_importance_sampling_correction=False."
+            )
+
+    @property
+    def compared(self) -> bool:
+        return self.own_engine and self.vllm_importance_sampling_correction
+
+    @property
+    def own_engine(self) -> bool:
+        return super().own_engine or self.correction is not None
 
 
 FP8SDPOConfig.__doc__ = documented(FP8SDPOConfig, SDPOConfig)
 
 
-class FP8SDPOTrainer(SelfDistillation, FP8Rollouts, SDPOTrainer):
-    """TRL's `SDPOTrainer` whose rollouts run in FP8. Takes exactly its arguments."""
+class FP8SDPOTrainer(SelfDistillation, Compared, FP8Rollouts, SDPOTrainer):
+    """TRL's `SDPOTrainer` whose rollouts run in FP8. Takes exactly its arguments.
+
+    The policy loss (`distillation_weight` < 1) is linear in the advantages, which may differ from token to token: they
+    are multiplied by the weights of a correction. The distillation loss compares two models, and has no weights.
+    """
 
     config_class = FP8SDPOConfig
     _tag_names = ["trl", "sdpo", "fp8"]
@@ -34,3 +75,17 @@ class FP8SDPOTrainer(SelfDistillation, FP8Rollouts, SDPOTrainer):
     @wraps(SDPOTrainer.__init__)
     def __init__(self, *args, **kwargs):
         super().__init__(**signature(SDPOTrainer).bind(*args, **kwargs).arguments)
+
+    def sample_rollouts(self, inputs: list[dict]) -> dict:
+        batch = super().sample_rollouts(inputs)
+        if self.compared:
+            batch[ROLLOUT_LOGPS] = self.rollout_logps(batch[TRAINER_LOGPS])
+        return batch
+
+    def _compute_policy_loss(self, inputs: dict, student_logits: torch.Tensor) -> torch.Tensor:
+        if self.args.correction is not None:
+            inputs = inputs | {
+                "advantages": inputs["advantages"][:, None] * inputs[LOSS_WEIGHTS],
+                COMPLETION_MASK: inputs.get(TOOL_MASK, inputs[COMPLETION_MASK]),  # what a correction left of it
+            }
+        return super()._compute_policy_loss(inputs, student_logits)

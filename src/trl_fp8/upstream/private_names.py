@@ -12,6 +12,10 @@ from packaging.requirements import Requirement
 
 _LAYERS = "vllm.model_executor.layers"
 _ATTENTION_SCALES = "_q_scale _q_scale_float _k_scale _k_scale_float _k_scale_cpu _v_scale _v_scale_float _v_scale_cpu"
+_SELF_DISTILLATION = (
+    "_compute_rollout_logps _forward_logits _generate _generate_vllm _get_teacher_context_for_self_distillation "
+    "_prepare_training_batch _step _tokenize_prompts"
+)
 _NAMES = {  # owner -> names
     "trl.GRPOTrainer": (
         "_generate _generate_and_score_completions _generate_single_turn _tokenize_prompts _metrics "
@@ -23,8 +27,8 @@ _NAMES = {  # owner -> names
         "_get_per_token_logps_and_entropies _last_loaded_step _metrics _tokenize_prompts"
     ),
     "trl.DistillationTrainer": "_generate _generate_and_score_completions _generate_single_turn _tokenize_prompts",
-    "trl.experimental.sdft.SDFTTrainer": "_generate _generate_vllm _prepare_training_batch _tokenize_prompts _step",
-    "trl.experimental.sdpo.SDPOTrainer": "_generate _generate_vllm _prepare_training_batch _tokenize_prompts _step",
+    "trl.experimental.sdft.SDFTTrainer": _SELF_DISTILLATION,
+    "trl.experimental.sdpo.SDPOTrainer": f"{_SELF_DISTILLATION} _compute_policy_loss",
     "trl.generation.vllm_generation.VLLMGeneration": "_dist _init_vllm _iter_named_params _llm_weights_sleeping",
     "trl.kernels.chunked_logprob": "_addmm_fp32",
     "trl.trainer.base_trainer": "_BaseTrainer",

@@ -8,6 +8,8 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from peft import LoraConfig
+from trl import GRPOTrainer
+from trl.experimental.sdpo import SDPOTrainer
 
 from testing.planted_faults import ADAPTERS, FAULTS, LONG, adapters_unsent, restart_of, same_prompts
 from testing.runs import arguments, rows, training, trajectory
@@ -162,6 +164,7 @@ FOLLOWED = {
         ({"fp16": True}, "fp16=True"),
         ({"vllm_engine_kwargs": {"kernel_config": {}}}, "vllm_engine_kwargs has ['kernel_config']"),
         ({"scope": "tensor"}, "one scale per batch"),
+        ({"trl_class": SDPOTrainer}, "TRL's SDPOTrainer scores rollouts by logits of the policy's own output head"),
     ],
     ids=lambda value: next(iter(value), "nothing") if isinstance(value, dict) else "",
 )
@@ -169,7 +172,11 @@ def test_each_reason_against_a_split_is_named(changed, reason):
     accelerator = SimpleNamespace(
         device=torch.device(changed.get("device", "cpu")), distributed_type=changed.get("distributed", "NO")
     )
-    trainer = SimpleNamespace(args=SimpleNamespace(**(FOLLOWED | changed)), accelerator=accelerator)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(**(FOLLOWED | changed)),
+        accelerator=accelerator,
+        trl_class=lambda: changed.get("trl_class", GRPOTrainer),
+    )
     numerics = SimpleNamespace(linears=SimpleNamespace(scope=changed.get("scope", "group")))
     found = obstacle(trainer, numerics, changed.get("kernels", object()))
     assert found is None if reason is None else reason in found

@@ -155,6 +155,10 @@ def obstacle(trainer, numerics: EngineNumerics, kernels: EngineKernels | None) -
     other_kernels = set(args.vllm_engine_kwargs or {}) & set(OTHER_KERNELS)
     reasons = (
         (trainer.accelerator.device.type != "cpu", "on a GPU kernels are shared only by fp8_forward='one_forward'"),
+        (
+            not hasattr(trainer.trl_class(), "_get_per_token_logps_and_entropies"),
+            f"TRL's {trainer.trl_class().__name__} scores rollouts by logits of the policy's own output head",
+        ),
         (kernels is None, f"the trainer cannot call kernels of this engine (vllm_mode={args.vllm_mode!r})"),
         (not args.fp8_weights, "fp8_weights=False, and only engines with FP8 linears are followed"),
         (

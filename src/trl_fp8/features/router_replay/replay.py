@@ -82,6 +82,16 @@ class RouterReplay:
         self.begin(None, replay=False)
 
     @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let routers choose by themselves inside the block, and go on with the replay in force after it."""
+        state = dict(vars(self))
+        self.end()
+        try:
+            yield
+        finally:
+            vars(self).update(state)
+
+    @contextmanager
     def during(self, routes_BSLK: Tensor | None, **options) -> Iterator[None]:
         """Replay routes inside the block, for a forward without backward."""
         self.begin(routes_BSLK, **options)

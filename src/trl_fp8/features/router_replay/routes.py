@@ -13,7 +13,7 @@ Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L la
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -75,6 +75,9 @@ class Routes(Feature):
             yield
         if self.mode != "monitor":
             self._loss_routes_BSLK = routes_BSLK if self.mode == "rollout" else self.replay.recorded()
+
+    def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
+        return self.replay.suspended()  # a teacher may be the policy, within its loss
 
     def extend_batch(self, batch: Batch) -> None:
         if self._loss_routes_BSLK is None and self.mode == "rollout":  # TRL made no pass of its own

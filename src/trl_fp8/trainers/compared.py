@@ -1,0 +1,57 @@
+"""Log-probs of the engine for trainers of TRL's that ask it for none, and the flags of a correction by them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from trl_fp8.run.feature import flag
+
+
+@dataclass
+class ComparedFlags:
+    """Flags of `trl.GRPOConfig` that a correction reads."""
+
+    vllm_importance_sampling_correction: bool = flag(
+        True, "Whether to compare rollouts with the policy and correct the difference, where anything is FP8."
+    )
+    vllm_importance_sampling_mode: str = flag("sequence_mask", "As in `trl.GRPOConfig`.")
+    vllm_importance_sampling_clip_max: float | None = flag(3.0, "As in `trl.GRPOConfig`.")
+    vllm_importance_sampling_clip_min: float | None = flag(None, "Lower bound of the ratio, or None.")
+
+    vllm_importance_sampling_cap = None  # no flag: a deprecated name of a bound
+
+
+class Compared:
+    """Base of a trainer whose batch gets the engine's log-probs. It stands before `FP8Rollouts`."""
+
+    _rollout_logps: list[list[float]] = []  # of the latest generation
+
+    @property
+    def compared(self) -> bool:
+        """Return whether a batch gets the engine's log-probs."""
+        return self.args.own_engine and self.args.vllm_importance_sampling_correction
+
+    def _make_generation(self, **kwargs) -> object:
+        if not self.compared:
+            return super()._make_generation(**kwargs)
+        generation = super()._make_generation(**kwargs | {"logprobs": 0})  # of the sampled token
+        generate = generation.generate
+
+        def noting_logps(*args, **kwargs) -> tuple:
+            output = generate(*args, **kwargs)
+            # TRL turns a NaN into None; the correction counts those that are missing
+            self._rollout_logps = [
+                [math.nan if token[0] is None else token[0] for token in completion] for completion in output[2]
+            ]
+            return output
+
+        generation.generate = noting_logps
+        return generation
+
+    def rollout_logps(self, trainer_logps: torch.Tensor) -> torch.Tensor:
+        """Return the engine's log-probs of the latest generation, padded like the trainer's `[B, T]`."""
+        rollout_logps = torch.zeros_like(trainer_logps)
+        for row, values in zip(rollout_logps, self._rollout_logps, strict=True):
+            row[: len(values)] = torch.tensor(values, dtype=row.dtype, device=row.device)
+        return rollout_logps
