@@ -190,14 +190,14 @@ class PretendedScales:
     def prepare(self) -> None: ...
 
     def write(self) -> None:
-        from trl_fp8.engine.vllm.scale_copies import write_kv_scales
+        from trl_fp8.engine.vllm.scale_copies import KVScaleCopies
 
-        write_kv_scales(self._layers, self.value)
+        KVScaleCopies(self._layers).write(self.value)
 
     def verify(self) -> None:
-        from trl_fp8.engine.vllm.scale_copies import verify_kv_scales
+        from trl_fp8.engine.vllm.scale_copies import KVScaleCopies
 
-        verify_kv_scales(self._layers, self.value)
+        KVScaleCopies(self._layers).verify(self.value)
 
     def digest(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.int64)

@@ -25,7 +25,7 @@ from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platform import platform_of
-from trl_fp8.engine.vllm.scale_copies import write_kv_scales
+from trl_fp8.engine.vllm.scale_copies import KVScaleCopies
 from trl_fp8.export.export import published
 from trl_fp8.features.kv_cache.engine_scales import EngineScales
 from trl_fp8.features.one_forward.engine_kernels import KernelsPart
@@ -175,9 +175,8 @@ def _load_latent_scales(llm: LLM, folder: Path, recipe: FP8Recipe) -> None:
     if latent:
         stored = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         scales = [[stored.get(f"model.layers.{n}.self_attn.{which}_scale", 1.0) for which in QKV] for n in layers]
-        write_kv_scales(
-            {n: latent[n] for n in latent if n not in recipe.kv_cache_skip_layers}, KVScales(torch.tensor(scales))
-        )
+        fp8 = {n: layer for n, layer in latent.items() if n not in recipe.kv_cache_skip_layers}
+        KVScaleCopies(fp8).write(KVScales(torch.tensor(scales)))
 
 
 def log_probs(llm: LLM) -> list[tuple]:

@@ -2,7 +2,12 @@
 
 import gc
 import os
+import signal
 import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 
 
 # An engine leaves its ranks in the environment, and listens on its port. Without bytecode every process would compile
@@ -19,6 +24,49 @@ def alone(*dropped: str) -> dict[str, str]:
     """
     inherited = {name: value for name, value in os.environ.items() if name not in (*NOT_INHERITED, *dropped)}
     return inherited | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def fork(function: Callable[[], object], log: Path) -> int:
+    """Call `function` in a fork of this process, which has imported everything. Return the id of the new process.
+
+    It leads a process group, writes to `log`, and ends with the exit status of a program. No engine may run in this
+    process. Process groups that one has left are destroyed: a fork lacks their threads, and would wait for them.
+    """
+    import torch  # not above: the process that hands tests to workers needs none of it
+
+    if torch.distributed.is_initialized():
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+    gc.collect()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1)
+        sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
+        signal.alarm(0)  # pytest's timeout
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        environment = alone()
+        os.environ.clear()
+        os.environ.update(environment)
+        function()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:  # nothing may return into the test, whose frames are above
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def free_port() -> int:

@@ -6,7 +6,7 @@ import torch
 from testing import engines
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.numerics import attention_layers, require_auditable
-from trl_fp8.engine.vllm.scale_copies import write_kv_scales
+from trl_fp8.engine.vllm.scale_copies import KVScaleCopies
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.sync import writer
 from trl_fp8.sync.policy_checks import require_same_tensors
@@ -110,7 +110,7 @@ def test_a_kv_scale_that_does_not_arrive_is_named(generation, which):
     def stale():  # layer 1 keeps the scale of the sync before
         values = scales.value.values.clone()
         values[1, QKV.index(which)] /= 2
-        write_kv_scales(attention_layers(generation.engine.model), KVScales(values))
+        KVScaleCopies(attention_layers(generation.engine.model)).write(KVScales(values))
 
     scales.write = stale
     message = sync_with(generation)
@@ -124,7 +124,7 @@ def test_swapped_kv_scales_of_two_layers_are_named(generation):
     def swapped():
         values = scales.value.values.clone()
         values[:, 1] = values[:, 1].flip(0)
-        write_kv_scales(attention_layers(generation.engine.model), KVScales(values))
+        KVScaleCopies(attention_layers(generation.engine.model)).write(KVScales(values))
 
     scales.write = swapped
     message = sync_with(generation)
@@ -323,10 +323,8 @@ def kept_as(layer, name, tensor):
     setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
-WEIGHT = r"weight as torch.float8_e4m3fn \[256, 128\] with strides \[1, 256\], sent is .* strides \[256, 1\]"
-SCALE = (
-    r"weight_scale_inv as torch.int32 \[128, 1\].*sent is torch.float32 \[1, 2\].*first model.layers.0.mlp.down_proj"
-)
+WEIGHT = r"weight as torch.float8_e4m3fn \[256, 128\] with strides \[1, 256\], a sync sends .* strides \[256, 1\]"
+SCALE = r"weight_scale_inv as torch.int32 \[128, 1\].*a sync sends torch.float32 \[1, 2\].*first model.layers.0"
 
 
 @pytest.mark.parametrize(
@@ -337,7 +335,7 @@ SCALE = (
         (
             "weight_scale_inv",
             lambda scale: torch.zeros(2, 4)[:, :1].t(),
-            r"weight_scale_inv as .*strides \[1, 4\], sent .* strides \[2, 1\]",
+            r"weight_scale_inv as .*strides \[1, 4\], a sync sends .* strides \[2, 1\]",
         ),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from testing.launches import launched, without_hub
-from testing.processes import NOT_INHERITED, free_port
+from testing.processes import NOT_INHERITED, fork, free_port
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.commands import train
 from trl_fp8.commands.cli import main
@@ -106,10 +107,18 @@ def test_a_job_that_is_submitted_twice_trains_a_run_config_on_what_is_given_inst
     assert "no checkpoint in run yet: starting from the beginning" in first.stdout
     stopped = "stopped at step 1 of 2; go on with the same command, from run/checkpoint-1"
     assert first.stderr.splitlines()[-1] == stopped and "Traceback" not in first.stderr
-    assert subprocess.run(process, env=environment).returncode == 0
-    printed = capfd.readouterr()
-    assert "FP8 plan" in printed.out and "Engine: " in printed.out and "Model saved to run" in printed.out
-    assert "not passed to `accelerate launch`" not in printed.err
+
+    def again() -> None:
+        os.environ.update(environment)
+        sys.argv = [SCRIPT, *process[3:]]
+        runpy.run_module(SCRIPT, run_name="__main__")
+
+    assert process[:3] == [sys.executable, "-m", SCRIPT]
+    _, status = os.waitpid(fork(again, here / "again.log"), 0)
+    printed = (here / "again.log").read_text()
+    assert status == 0, printed[-6000:]
+    assert "FP8 plan" in printed and "Engine: " in printed and "Model saved to run" in printed
+    assert "not passed to `accelerate launch`" not in capfd.readouterr().err
     saved = load_file(here / "run" / "adapter_model.safetensors")
     assert len(saved) == 28 and any(tensor.any() for name, tensor in saved.items() if "lora_B" in name)
     run = read_run(here / "run")
@@ -250,6 +259,10 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
     ),
     "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft": (
         {},
+        "--fp8_base true",
+    ),
+    "fp8_base=True with use_dora=True: the engine computes Q(W) x + B A x and nothing else. Remove it": (
+        {"use_peft": True, "use_dora": True},
         "--fp8_base true",
     ),
     "vllm_gpu_memory_utilization=30.0: it is the share of a GPU's memory": ({"vllm_gpu_memory_utilization": 30}, ""),

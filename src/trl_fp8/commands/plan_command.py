@@ -92,17 +92,16 @@ def run(words: list[str]) -> str:
     """
     if "-h" in words or "--help" in words:
         return _help()
-    arguments = _read(words)
+    arguments = read_arguments(words)
     values = arguments.values
     outline = _outline(str(values.model_name_or_path))
     setup = _setup(arguments, outline)
     args = setup.args
-    # What rules out adapters on an FP8 base
-    against_base = next(filter(None, (group.against_base(args, values) for group in args.groups())), None)
-    if outline.stored_as == "mxfp4":
-        against_base = f"MODEL={outline.name!r}, a checkpoint in MXFP4."
-    if args.base_in_engine and against_base:
-        raise ValueError(f"fp8_base=True with {against_base} Change it, or leave the FP8 base out.")
+    if args.base_in_engine and outline.stored_as == "mxfp4":
+        raise ValueError(f"fp8_base=True with MODEL={outline.name!r}, a checkpoint in MXFP4. Set fp8_base=False.")
+    can_share_base = outline.stored_as != "mxfp4" and not any(
+        group.against_base(args, values) for group in args.groups()
+    )
     require_same_positions(outline, setup.tokens)
     for group in args.groups():
         group.check_model(args, outline)
@@ -111,7 +110,7 @@ def run(words: list[str]) -> str:
         setup = setup.with_flags({"fp8_weights": False})  # the plan says why
     options = setup.args.recipe_options() | {"expert_kernels": values.engine == "cuda"}
     sizes = SIZES[:1] if any(group.in_one_piece(args) for group in args.groups()) else SIZES
-    planner = Planner(outline, options, sizes, {} if against_base else SAVING)
+    planner = Planner(outline, options, sizes, SAVING if can_share_base else {})
     if setup.tensor_parallel_size and not planner.splits(setup.tensor_parallel_size):
         raise ValueError(
             f"{_shown(arguments, 'vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of "
@@ -131,7 +130,7 @@ def run(words: list[str]) -> str:
     return text
 
 
-def _read(words: list[str]) -> Arguments:
+def read_arguments(words: list[str]) -> Arguments:
     """Return the arguments of a plan. `ValueError` for a flag that is none of its own, and a number out of range."""
     parser = Parser()
     _add_arguments(parser)

@@ -3,16 +3,16 @@
     weights     FP32 (TRL's default for `dtype`), divided over all GPUs under FSDP2 or ZeRO-3. There trained weights
                 are FP32, however they were loaded: accelerate casts them up under mixed precision
     gradients   as the weights; Adam's two moments, too. With LoRA only of the adapters, which are FP32
-    copies      autocast casts each weight of a linear layer to BF16 and keeps it through a forward. Only on one GPU
-                and in FP32: FSDP2 gathers a layer at a time, and frozen weights are not kept
+    copies      BF16 copies of FP32 weights of linear layers, which autocast makes and keeps through a forward. Only on
+                one GPU: FSDP2 gathers a layer at a time. Not of frozen weights, whose copies are not kept
     inputs      of each layer, which checkpointing keeps; FP32 on one GPU, BF16 under FSDP2's mixed precision
     head        the gradient of the output head, which TRL's chunked log-probs add up in FP32 on every rank. Logits
                 never exist as a whole
-    uncounted   transient memory, not in the total: what a layer saves of each token while its backward runs, weights
-                that are gathered, gradients of activations, the CUDA context, fragmentation. Plans leave a share of
-                each GPU free for it (`capacity.FREE`), and more where this is more
+    uncounted   transient memory, not in the total: what a layer saves of each token while its backward runs, gathered
+                weights, gradients of activations, the CUDA context, fragmentation. A plan leaves a share of each GPU
+                free for it (`capacity.FREE`), or as much as this if it is more
 
-A feature that changes this counts its own part (`FlagGroup.memory_changes`).
+A feature adds what it changes by `FlagGroup.memory_changes`.
 """
 
 from collections import defaultdict
@@ -30,8 +30,8 @@ from trl_fp8.recipe.recipe import FP8Recipe
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT_BYTES = 2 * GIB
-# Bytes a layer saves for its backward, per token and hidden element: counted in Qwen3's with an MLP of three times
-# the hidden size, 53 in BF16 and 64 under autocast from FP32
+# Bytes that a layer saves for its backward, per token and hidden element. Counted in a layer of Qwen3 whose MLP is
+# three times as wide as the hidden size: 53 in BF16, 64 under autocast from FP32
 SAVED = 64
 
 
@@ -91,12 +91,12 @@ def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> Trainer
     args, gpus = setup.args, setup.gpus
     is_sharded = gpus > 1
     linears = {name: shape for name, shape in outline.linears.items() if name != "lm_head"}
-    # A and B of each linear layer (`all-linear`), in FP32
+    # Bytes of A and B of each linear layer (`all-linear`), in FP32
     adapters = 4 * (setup.lora_rank or 0) * sum(rows + columns for rows, columns in linears.values())
     size = BYTES["float32" if is_sharded and not adapters else setup.dtype]
     weights = size * sum(map(prod, outline.parameters.values()))
     trained = adapters or weights
-    # The output head, or the embedding in its place
+    # The shape of the output head, or of the embedding that it is tied to
     matrices = [shape for shape in outline.parameters.values() if len(shape) == 2]
     vocabulary, hidden = outline.linears.get("lm_head") or max(matrices, key=prod)
     experts = tuple(f"{name}." for name in outline.experts)
@@ -104,6 +104,7 @@ def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> Trainer
     for name, shape in outline.parameters.items():
         if name.removesuffix(".weight") in linears or name.startswith(experts):
             in_layers += prod(shape)
+    # In BF16: two matrices of the vocabulary's size, and two layers
     gathered = 2 * (2 * vocabulary * hidden + 2 * in_layers / outline.layers) if is_sharded else 0
     tokens = args.per_device_train_batch_size * setup.tokens
     memory = TrainerMemory(
@@ -123,8 +124,9 @@ def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> Trainer
 
 
 def engine_adapters(outline: Outline, rank: int) -> int:
-    """Return the parameters of adapters that an engine computes beside its linear layers. Where it has fused S of the
-    policy's, A is [S R, K] and B [N, S R], of which (S - 1) / S are zeros. Each rank holds them whole.
+    """Return the number of parameters in the adapters of an engine, which every rank holds whole.
+
+    For a layer that fuses S of the policy's, A is `[S R, K]` and B `[N, S R]`, which is zero but for S blocks.
     """
     fused = defaultdict(list)
     for name, shape in outline.linears.items():

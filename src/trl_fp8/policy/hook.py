@@ -194,7 +194,8 @@ class AttentionHook:
             cached = (key, value) if latent is None else (latent, latent)
             self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
         batch = kwargs.pop(_BATCH, None)
-        states, scales = (query, key, value), self._scales(layer)
+        states = query, key, value
+        scales = self._scales(layer)
         if scales is not None and not hasattr(module, "expand_kv"):
             rounded_q = cache_round_trip(query, scales[0]) if self.query_rounded else query
             states = rounded_q, cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
@@ -294,11 +295,9 @@ def _wrap_registered(name: str) -> None:
 
 
 def _eager(module, *args, **kwargs):
-    attend = next(
-        function
-        for cls in type(module).__mro__  # the file that defines the attention class defines its eager function
-        if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None
-    )
+    # The file that defines the attention class, or one of its bases, defines its eager function
+    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
+    attend = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
     return _through_hook(attend, module, *args, **kwargs)
 
 

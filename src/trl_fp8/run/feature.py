@@ -89,9 +89,7 @@ class FlagGroup:
         """Raise `ValueError` for flags that contradict TRL's `ModelConfig`, its flags of a model and its adapters."""
 
     def against_base(self, model: Any) -> str | None:
-        """Return a sentence on the flag, of these or of TRL's `ModelConfig`, that rules out adapters on an FP8 base;
-        None if none does.
-        """
+        """Return the flag, of these or of TRL's `ModelConfig`, that rules out adapters on an FP8 base; or None."""
         return None
 
     def trls_default(self, name: str) -> Any:

@@ -167,7 +167,8 @@ def launch_words(accelerator: Accelerator) -> str:
     """Return how the run was launched, as in "2 processes, DDP"."""
     if accelerator.distributed_type is DistributedType.NO:
         return "1 process"
-    backend, sharding = DistributedBackend(accelerator), "DDP"
+    backend = DistributedBackend(accelerator)
+    sharding = "DDP"
     if backend.zero_stage:
         sharding = f"ZeRO-{backend.zero_stage}"
     elif backend.is_fsdp:

@@ -1,4 +1,4 @@
-"""Lines for the user, above a progress bar if there is one. It imports no torch: commands print meanwhile."""
+"""Lines for the user, above a progress bar if there is one. No torch is imported: commands print before it is."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ from threading import Event, Thread
 from tqdm import tqdm
 
 
-PATIENCE = 3.0  # seconds that a step may take without a word
+PATIENCE = 3.0  # seconds that a step may take before a line says why
 
 
 def on_terminal() -> bool:
@@ -26,10 +26,15 @@ def say(text: str) -> None:
 
 @contextmanager
 def slow_step(text: str, shown: bool = True) -> Iterator[None]:
-    """Say `text` if the block takes longer than `PATIENCE`. `shown` is False on ranks that have nothing to say."""
+    """Print `text` if the block takes longer than `PATIENCE`. `shown`: False on ranks that print nothing."""
     done = Event()
+
+    def wait() -> None:
+        if not done.wait(PATIENCE):
+            say(text)
+
     if shown:
-        Thread(target=lambda: done.wait(PATIENCE) or say(text), daemon=True).start()
+        Thread(target=wait, daemon=True).start()
     try:
         yield
     finally:

@@ -26,7 +26,8 @@ def require_model(model: str, flag: str, revision: str | None = None) -> None:
         ValueError: There is no such folder, or it holds no model, and the Hub has no such model.
         OSError: The Hub is out of reach, and no such model is in its cache.
     """
-    folder, named = Path(model), f"{flag}={model!r}"
+    folder = Path(model)
+    named = f"{flag}={model!r}"
     if folder.is_file():
         raise ValueError(f"{named} is a file. Give its folder, or the id of a model on the Hub.")
     if not folder.is_dir():
@@ -57,18 +58,18 @@ def require_dataset(dataset: str, flag: str) -> None:
         _require_repository(dataset, flag, "dataset")
 
 
-def model_config(model: str, flag: str = "MODEL", revision: str | None = None) -> dict[str, Any]:
-    """Return what the config.json of a folder or repository holds. Raises as `require_model`, and for other JSON."""
-    require_model(model, flag, revision)
+def model_config(model: str) -> dict[str, Any]:
+    """Return the config.json of the MODEL of a command. Raises as `require_model`, and `ValueError` for other JSON."""
+    require_model(model, "MODEL")
     try:
-        return PreTrainedConfig.get_config_dict(model, revision=revision)[0]
+        return PreTrainedConfig.get_config_dict(model)[0]
     except (TypeError, RecursionError) as error:  # transformers takes any JSON for a dictionary
         raise ValueError(
-            f"{flag}={model!r}: its config.json is no JSON of a model ({error}). Download it again."
+            f"MODEL={model!r}: its config.json is no JSON of a model ({error}). Download it again."
         ) from error
     except (OSError, ValueError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"{flag}={model!r}: {error}") from error
+        raise kind(f"MODEL={model!r}: {error}") from error
 
 
 def _require_repository(name: str, flag: str, kind: str, revision: str | None = None) -> None:

@@ -17,10 +17,10 @@ NAMES = (*OF_MESSAGES, "get_soft_overlong_punishment", OVERLONG)
 
 
 def require_rewards(script: Any) -> None:
-    """Raise `ValueError` for unknown rewards. Imports no module of a reward."""
+    """Raise `ValueError` for unknown rewards, without importing their modules."""
     if not script.reward_funcs and not script.reward_model_name_or_path:
         raise ValueError(f"reward_funcs is not set. Use some of {', '.join(NAMES)}, or a path as in my_module.reward.")
-    if str(Path.cwd()) not in sys.path:  # modules beside the user are found, as by `trl grpo`
+    if str(Path.cwd()) not in sys.path:  # import modules from the working directory, as `trl grpo` does
         sys.path.insert(0, str(Path.cwd()))
     for path in map(str, script.reward_funcs or ()):
         module = path.rpartition(".")[0]
@@ -40,9 +40,10 @@ def reward_functions(script: Any, max_completion_length: int) -> list[Callable |
     """Return the rewards of a run. `ValueError` if a module has no such function."""
     from trl import rewards
 
-    lengths = {  # a reward that TRL makes of a length and a buffer -> these
+    # TRL makes these two rewards from a longest completion and a buffer before it, both in tokens
+    lengths = {
         OVERLONG: (max_completion_length, script.overlong_buffer),
-        "get_soft_overlong_punishment": (1280, 256),  # as `trl grpo` has it
+        "get_soft_overlong_punishment": (1280, 256),  # the values of `trl grpo`
     }
     found = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     for path in map(str, script.reward_funcs or ()):
@@ -52,7 +53,7 @@ def reward_functions(script: Any, max_completion_length: int) -> list[Callable |
         module, _, name = path.rpartition(".")
         try:
             functions = import_module(module) if module else rewards
-        except (ValueError, OSError) as error:  # of the module itself: its traceback is what helps
+        except (ValueError, OSError) as error:  # raised by the user's module: its traceback helps, a line does not
             raise RuntimeError(f"reward_funcs: {module} cannot be imported.") from error
         if name not in dir(functions):
             raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, dir(functions))}")
@@ -63,5 +64,5 @@ def reward_functions(script: Any, max_completion_length: int) -> list[Callable |
 def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package around it
+    except ModuleNotFoundError:  # its parent package is not installed
         return False

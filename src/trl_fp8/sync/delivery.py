@@ -86,7 +86,9 @@ class InPlaceDelivery:
         self._reduce_max = replicas and replicas.reduce_max
         names = set(engine.layout.names).difference(*(part.layout.names for part in frozen))
         layout = engine.layout.part(names) if frozen else engine.layout
-        self.frozen, self._trained, self.carried = frozen, TensorGroup(layout, None, one_by_one), carried
+        self.frozen = frozen
+        self._trained = TensorGroup(layout, None, one_by_one)
+        self.carried = carried
         self.last: SyncReport | None = None  # of the latest delivery that succeeded
         self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
 
@@ -149,7 +151,8 @@ class InPlaceDelivery:
         """Write a part and what is carried, and prove that they arrived. Returns `quantize_seconds` of `SyncReport`.
         Raises as `deliver`.
         """
-        start, part.seal = time.perf_counter(), None
+        start = time.perf_counter()
+        part.seal = None
         writer = self._written(part, carried)
         seconds = time.perf_counter() - start
         part.weight_relative_error, part.dead_blocks = writer.inspect(self._reduce_max)
@@ -206,18 +209,20 @@ class InPlaceDelivery:
             return error
 
     def _written(self, part: TensorGroup, carried: CarriedValue | None) -> Writer:
-        """Write weights and what is carried, on all ranks. If a rank fails twice, the last error is raised on all."""
+        """Write weights and what is carried, on all ranks. All repeat it once if one fails with a RuntimeError."""
         for is_last in (False, True):
-            # A failed attempt is freed first: its error holds tensors, and memory may be what it lacked
+            # Free a failed attempt first: its error holds tensors, and it may have failed for lack of memory
             writer = error = None
             writer = Writer(part.layout, self._recipe, one_by_one=part.one_by_one)
             error = self._write(part, writer, carried)
-            code = 0 if error is None else 1 if isinstance(error, RuntimeError) else 2
-            [failed] = self._largest([code], self._reduce_max)
-            if not failed:
+            severity = 0
+            if error is not None:
+                severity = 1 if isinstance(error, RuntimeError) else 2
+            [worst] = self._largest([severity], self._reduce_max)
+            if worst == 0:
                 return writer
             error = error or RuntimeError("weight sync failed on another rank, whose log says why.")
-            if failed > 1 or is_last:
+            if worst == 2 or is_last:
                 raise error
             logger.warning(f"weight sync failed and is repeated once: {error}")
 

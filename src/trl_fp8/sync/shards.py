@@ -139,9 +139,9 @@ def gathered(
         Exception: Whatever else failed on this rank. Raised after everything was gathered.
     """
     # 1. What is gathered here, and where to. Parameters of another group than the first one's are left to PyTorch
-    dealt = {name: part for name, parameter in parameters if (part := Sharded.of(parameter)) is not None}
-    group = next((part.group for part in dealt.values()), None)
-    found = {name: part for name, part in dealt.items() if part.group == group}
+    parts = {name: Sharded.of(parameter) for name, parameter in parameters}
+    group = next((part.group for part in parts.values() if part is not None), None)
+    found = {name: part for name, part in parts.items() if part is not None and part.group == group}
     plans = {name: _plan(name, part, recipe, layout) for name, part in found.items()}
     # 2. Buffers for the largest of them, which all share: each is consumed before the next one is gathered
     buffers, all_sums = _room(list(plans.values()), device, group) if plans else ([], None)
@@ -155,7 +155,8 @@ def gathered(
                 parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             yield name, parameter
             continue
-        plan, own = plans[name], None
+        plan = plans[name]
+        own = None
         wholes = [part.whole(buffer) for part, buffer in zip(plan, buffers, strict=False)]
         sums = next(sums_left) if len(plan) == 2 else None  # 2: codes and scales
         try:
@@ -207,14 +208,17 @@ class _Gather(NamedTuple):
 def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> list[_Gather]:
     """Return what is gathered of a parameter: codes and scales into the engine's tensors, or the values."""
     shape, ranks = parameter.shape, get_world_size(parameter.group)
-    is_fp8, piece = name in recipe.fp8_tensors, layout.pieces.get(recipe.engine_name(name))
-    block = recipe.format.weight_block if is_fp8 and recipe.tensor_parallel_size == 1 else None
-    if block and piece and (rows := rows_of_codes(shape, ranks, block)):
-        # Only these two pieces: `Layout.held` would look up all parameters, for each weight
-        both = piece.of_engine(), layout.pieces[recipe.scale_name(name)].of_engine()
-        both = map(joined_halves, both)  # views: without tensor parallelism each half is whole
-        return [_Gather(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
-    dtype = torch.bfloat16 if is_fp8 else piece.dtype if piece else parameter.local.dtype
+    piece = layout.pieces.get(recipe.engine_name(name))
+    dtype = piece.dtype if piece else parameter.local.dtype
+    if name in recipe.fp8_tensors:
+        dtype = torch.bfloat16  # unless each rank can quantize its rows
+        block = recipe.format.weight_block if recipe.tensor_parallel_size == 1 else None
+        rows = rows_of_codes(shape, ranks, block)
+        if piece and rows:
+            # Only these two pieces: `Layout.held` would look up all parameters, for each weight
+            both = piece.of_engine(), layout.pieces[recipe.scale_name(name)].of_engine()
+            both = map(joined_halves, both)  # views: without tensor parallelism each half is whole
+            return [_Gather(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
     return [_Gather(Rows(shape[0], ranks), shape[1:], dtype)]
 
 
@@ -222,7 +226,8 @@ def _write_own(
     part: Sharded, plan: list[_Gather], wholes: list[torch.Tensor], sums: torch.Tensor | None, recipe: FP8Recipe
 ) -> Destination | None:
     """Write this rank's part of a parameter to where it is gathered. Returns `WrittenCodes.own`."""
-    rank, local = get_rank(part.group), part.local.to(wholes[0].device)
+    rank = get_rank(part.group)
+    local = part.local.to(wholes[0].device)
     mine = [whole[one.rows.of(rank)] for one, whole in zip(plan, wholes, strict=True)]
     if sums is None:
         mine[0].copy_(local)

@@ -7,8 +7,8 @@
     derived        computed anew from what was written, as the engine's kernels compute it
 
 The writer keeps a checksum of everything that it computes; the audit compares it with what the engine holds. Writing
-does not synchronize, and copies no weight on the way but a tensor parallel rank's part of a fused q, k and v. vLLM's
-own loader is not used: it would gather the shards of a fused layer, copy them and process the layer again.
+does not synchronize with the device. The only copy on the way is a tensor parallel rank's part of a fused q, k and v.
+vLLM's own loader would gather the shards of a fused layer, copy them and process the layer again.
 """
 
 from collections.abc import Callable, Iterable
@@ -36,10 +36,10 @@ class Writer:
     """One write of a policy, or of the part of it that is in `layout`."""
 
     def __init__(self, layout: Layout, recipe: FP8Recipe, *, one_by_one: bool = False):
-        """Start a write. With `one_by_one` each tensor is written before the source is asked for the next one.
+        """Start a write. With `one_by_one` each tensor is written before the source yields the next one.
 
-        A source needs that if it then changes the tensor: unmerges an adapter, or gathers the next parameter into the
-        same memory.
+        That is for a source which then changes the tensor: it unmerges an adapter, or gathers the next parameter into
+        the same memory.
         """
         self._layout, self._pieces, self._held = layout, layout.pieces, layout.held
         self._recipe = recipe
@@ -60,7 +60,7 @@ class Writer:
         Of `WrittenCodes` only the checksums are noted. They cover all ranks once `parameters` is exhausted.
         """
         expected = [name for name in self._recipe.fp8_tensors if self._recipe.engine_name(name) in self._pieces]
-        # 1. Parameters. They are noted and written together below, unless they come one by one: hundreds of
+        # 1. Parameters. Unless they come one by one, they are only noted here and written together below: hundreds of
         # launches for small tensors would take longer than the copies
         for weights in by_scale(parameters, self._recipe, expected, copy=self._one_by_one):
             name, parameter = next(iter(weights.items()))
@@ -90,32 +90,39 @@ class Writer:
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
         """Return `SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once, or twice.
 
-        `ValueError` names tensors that are not finite; with `reduce_max`, a maximum over ranks, those of any rank.
+        `ValueError` names the tensors that are not finite. `reduce_max` replaces a tensor by its maximum over ranks:
+        all of them raise, or none.
         """
-        # 1. A flag for each tensor that is not finite. An FP8 weight shows it in its scales, which are few numbers
-        recipe, finite = self._recipe, list(self.finite.values())
-        names = [name for name in sorted(recipe.fp8_tensors) if recipe.scale_name(name) in self._held]
-        scales = [self._held[recipe.scale_name(name)] for name in names]
-        nothing = torch.zeros(1, dtype=torch.float32, device=finite[0].device if finite else scales[0].device)
-        flags, smallest = [~torch.stack(finite)] if finite else [], nothing[:0]
+        # 1. A flag for each copied tensor and each FP8 weight: 1 if it is not finite. Then one of a weight's scales is
+        # not finite either, and these are few numbers
+        recipe = self._recipe
+        fp8_weights = [name for name in sorted(recipe.fp8_tensors) if recipe.scale_name(name) in self._held]
+        scales = [self._held[recipe.scale_name(name)] for name in fp8_weights]
+        names = [*self.finite, *fp8_weights]
+        flags = []
+        if self.finite:
+            flags.append(~torch.stack(list(self.finite.values())))
         if scales:
-            largest = torch.stack(torch._foreach_max(scales))
-            smallest = -torch.stack(torch._foreach_max(torch._foreach_neg(scales)))  # torch has no _foreach_min
-            flags.append(~largest.isfinite())
-        bad = torch.cat(flags).float() if flags else nothing
+            flags.append(~torch.stack(torch._foreach_max(scales)).isfinite())
+        flags = torch.cat(flags).float()
         if reduce_max is not None:
-            reduce_max(bad)
-        # 2. All numbers in one transfer to the host, which is where it waits
-        errors = torch.stack(self._errors).sum(0) if self._errors else nothing.expand(2)
-        error, weight, *found = torch.cat([errors, bad, smallest]).tolist()
-        if bad_names := [name for name, flag in zip([*self.finite, *names], found, strict=False) if flag]:
-            consequence = "The engine refuses to generate until a sync ends."
-            raise ValueError(not_finite(bad_names, len(self.finite) + len(names), consequence))
-        # 3. Blocks are counted only in weights whose smallest scale is a dead one: usually none
-        dead_at = dead_scale(recipe.format, recipe.scale_format)
-        lowest = zip(names, scales, found[len(bad) :], strict=True)
-        dead = {name: (scale <= dead_at).sum() for name, scale, least in lowest if least <= dead_at}
-        counts = torch.stack([*dead.values()]).tolist() if dead else []
+            reduce_max(flags)
+        smallest = flags[:0]
+        if scales:  # torch has no _foreach_min
+            smallest = -torch.stack(torch._foreach_max(torch._foreach_neg(scales)))
+        # 2. One transfer to the host, which waits for the device
+        squares = torch.stack(self._errors).sum(0) if self._errors else flags.new_zeros(2)
+        error, weight, *numbers = torch.cat([squares, flags, smallest]).tolist()
+        bad = [name for name, flag in zip(names, numbers, strict=False) if flag]
+        if bad:
+            raise ValueError(not_finite(bad, len(names), "The engine refuses to generate until a sync ends."))
+        # 3. Dead blocks are counted only in weights whose smallest scale is that of a dead block: usually in none
+        limit = dead_scale(recipe.format, recipe.scale_format)
+        dead = {}
+        for name, scale, least in zip(fp8_weights, scales, numbers[len(names) :], strict=True):
+            if least <= limit:
+                dead[name] = (scale <= limit).sum()
+        counts = torch.stack(list(dead.values())).tolist() if dead else []
         return (error / weight) ** 0.5 if weight else 0.0, dict(zip(dead, counts, strict=True))
 
     def _names(self, name: str) -> tuple[str, str]:
@@ -123,16 +130,17 @@ class Writer:
 
     def _quantize(self, weights: dict[str, torch.Tensor]) -> None:
         """Note the FP8 weights of one scale, to be written."""
-        # The amax of whole weights, not of this rank's part: all ranks have to compute the same scale
+        # The maximum over whole weights, not over this rank's part: all ranks have to compute the same scale
         amax = common_amax(list(weights.values()), self._recipe.format)
         for name, weight in weights.items():
             codes_name, scale_name = self._names(name)
             if unknown := [each for each in (codes_name, scale_name) if each not in self._pieces]:
                 self.unknown += unknown
                 continue
-            part, scale = self._pieces[codes_name].of_sent(weight), as_blocks(self._held[scale_name])
+            part = self._pieces[codes_name].of_sent(weight)
+            scale = as_blocks(self._held[scale_name])
             self._weights.append((name, Destination(part, self._held[codes_name], scale, amax)))
-            if self._pieces[codes_name].is_copied:  # frees the copy now, not after all others are noted
+            if self._pieces[codes_name].is_copied:  # write it now: copies of all weights would not fit
                 self._flush()
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
@@ -158,8 +166,8 @@ class Writer:
             names, tensors = zip(*self._copies, strict=True)
             # One launch for all, which rounds to the engine's dtype as it copies
             torch._foreach_copy_([self._held[name] for name in names], list(tensors))
-            # Checksums of the tensors sent, cast once more here. Checksums of what was written would match even if the
-            # write went wrong
+            # Checksums of the sent tensors, which are rounded once more here: checksums of the written tensors would
+            # match even after a wrong write
             sums, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
             self.sums |= zip(names, sums.unbind(), strict=True)
             self.finite |= zip(names, finite.unbind(), strict=True)

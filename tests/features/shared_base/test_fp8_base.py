@@ -97,7 +97,7 @@ def test_frozen_adapters_are_refused(checkpoint, tmp_path):
 
 
 def test_zero3_is_refused(checkpoint, tmp_path):
-    args = SimpleNamespace(skip_layers=(), deepspeed_plugin=SimpleNamespace(zero_stage=3))
+    args = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3))
     with pytest.raises(ValueError, match="fp8_base=True under ZeRO-3.*DDP, FSDP2 or ZeRO-2"):
         require_trainable_base(args, lora(), None)
 
@@ -114,9 +114,8 @@ def test_several_adapters_at_once_are_refused(checkpoint, tmp_path):
 def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="fp8_base=True with fp8_weights=False"):
         FP8GRPOConfig(str(tmp_path), fp8_base=True, fp8_weights=False)
-    args = arguments(tmp_path, **SHARED, kv_cache_skip_layers="auto")
     with pytest.raises(ValueError, match="kv_cache_skip_layers='auto' with fp8_base=True"):
-        FP8GRPOTrainer(policy(checkpoint), reward_digits, args, dataset(), peft_config=lora())
+        arguments(tmp_path, **SHARED, kv_cache_skip_layers="auto")
     config = BitsAndBytesConfig(load_in_4bit=True)
     refused = r"^load_in_4bit=True: QLoRA is not supported. Set fp8_base=True instead, for LoRA on an FP8 base.$"
     for flags, quantization in (({"model_init_kwargs": {"quantization_config": config}}, None), ({}, config)):

@@ -68,9 +68,9 @@ class ColocatedEngine:
         require_same_tensors(policy, recipe, of_policy)
         added = [piece for each in self.model.modules() if isinstance(each, Added) for piece in each.pieces()]
         self.layout = Layout([*of_policy.pieces.values(), *added])
-        kernels, linears = fp8_kernels(self.model), activation_scaling(self.model)
-        self.numerics = EngineNumerics(kernels, linears, query_rounded=quantizes_query(self.model))
-
+        self.numerics = EngineNumerics(
+            fp8_kernels(self.model), activation_scaling(self.model), query_rounded=quantizes_query(self.model)
+        )
         self._kv_layers = kv_layers(caches_of(policy.config.get_text_config()))
 
     def kv_scales(self) -> KVScaleCopies:
@@ -84,8 +84,8 @@ class ColocatedEngine:
         changed.
 
         The copies are on the host: what wrote to the engine's memory by mistake does not reach them. vLLM itself saves
-        buffers before it sleeps and restores them when it wakes. Scales of k, v and q are left out: `verify_kv_scales`
-        compares those that an FP8 KV cache uses, and nothing reads the others.
+        buffers before it sleeps and restores them when it wakes. Scales of k, v and q are left out: `KVScaleCopies`
+        verifies those that an FP8 KV cache uses, and nothing reads the others.
         """
         copies: dict[str, torch.Tensor] = {}
         layout = constants_layout(self.model, self.layout)

@@ -21,7 +21,6 @@ from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import InPlaceDelivery
-from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
@@ -55,7 +54,6 @@ class FP8VLLMGeneration(DeliveredGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        require_servable(self.model, upstream.engine_class)
         require_same_positions(outline_of(self.model), self.max_model_length)
         if self.enable_sleep_mode:
             require_awake(self.model.config)

@@ -1,8 +1,8 @@
 """The `Layout` of a vLLM engine, read off its modules once.
 
-vLLM fuses q, k, v into one parameter and gate, up into another, gives each tensor parallel rank its part of rows or
-columns (of experts: the same part of each), and pads the vocabulary. For decoding it keeps
-two parts of the weight that expands MLA's latent in an order of its own: they are computed from what a sync wrote.
+vLLM fuses q, k, v into one parameter and gate, up into another. Each tensor parallel rank has its part of the rows or
+columns, of experts the same part of each. The vocabulary is padded. For the decoding of MLA vLLM keeps two parts of
+kv_b_proj in another order, which are computed from what a sync wrote.
 """
 
 from collections.abc import Collection, Iterator
@@ -171,7 +171,8 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
     kind = f"_{kind}".removeprefix("_weight")
     name = f"{prefix.partition('.experts.')[0]}.experts.{sent_expert_name(fused, module.ckpt_gate_proj_name)}{kind}"
     interleaved = isinstance(module, GptOssRoutedExperts)  # gate and up, row by row; sent transposed
-    is_first, rank, ranks = fused == HELD[0], module.moe_config.tp_rank, module.moe_config.tp_size
+    is_first = fused == HELD[0]
+    rank, ranks = module.moe_config.tp_rank, module.moe_config.tp_size
     halved = is_first and not interleaved
     dim = 1 if is_first else 2
     if kind == "_bias" and not is_first:
@@ -218,7 +219,8 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
         yield prefix, Span(module.tp_rank * heads, heads, module.num_v_heads), None, 0
     elif isinstance(module, linear.ColumnParallelLinear):
         parent, _, leaf = prefix.rpartition(".")
-        rank, ranks, is_one = module.tp_rank, module.tp_size, prefix in linears
+        rank, ranks = module.tp_rank, module.tp_size
+        is_one = prefix in linears
         if isinstance(module, linear.QKVParallelLinear):
             names, sizes, copies = FUSED["qkv_proj"], module.output_partition_sizes, module.num_kv_head_replicas
             spans = _dealt(sizes[:1], rank, ranks) + _dealt(sizes[1:], rank // copies, ranks // copies)
@@ -227,7 +229,8 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
             sizes = module.output_partition_sizes
             spans = _dealt(sizes, rank, ranks)
         elif isinstance(net := model.get_submodule(parent), GatedDeltaNetAttention):  # a convolution of q, k and v
-            sizes, is_one = [size // net.tp_size for size in (net.key_dim, net.key_dim, net.value_dim)], True
+            sizes = [size // net.tp_size for size in (net.key_dim, net.key_dim, net.value_dim)]
+            is_one = True
             spans = _dealt(sizes, rank, ranks)
         else:
             names, sizes = [leaf], [module.output_size_per_partition]

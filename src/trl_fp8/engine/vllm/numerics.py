@@ -1,8 +1,8 @@
 """The FP8 layers and attention layers of a started vLLM: how they compute, and whether a sync can write them.
 
 A sync writes e4m3 codes `[N, K]` and FP32 scales, one for each block, into a layer's own parameters, and nothing
-converts them afterwards. So they have to be stored in this order, and the kernel has to read them anew in each call:
-`require_auditable` looks at what an engine's layers hold after its start.
+converts them afterwards. So a layer has to store them in this order, and its kernel has to read them anew in each
+call. `require_auditable` checks both after the start of an engine.
 """
 
 from collections import Counter, defaultdict
@@ -29,13 +29,13 @@ from trl_fp8.recipe.names import HELD
 
 # Rows below which vLLM's dynamic kernel runs FlashInfer's (swapAB), and from which it runs DeepGEMM's
 SMALL_BATCH = 32
-# vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. No tensor shows that a
-# kernel has no copy of its own: it was read in vLLM's source
+# vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. This was read in vLLM's
+# source: no tensor shows whether a kernel keeps a copy of its own
 AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
-    """Return the attention of each decoder layer by its number; `RuntimeError` if names do not tell the layer."""
+    """Return the attention module of each decoder layer by number; `RuntimeError` if a name has no unique number."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, (Attention, MLAAttention)):
@@ -85,7 +85,7 @@ def kernel_scaling(kernel: object, rows: int = SMALL_BATCH) -> ActivationScaling
         floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
         return ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor)
     scope = "token" if quant.group_shape.is_per_token() else "tensor"
-    # always fp32 scales that are floored; the torch path multiplies by their reciprocal
+    # Scales of tokens and tensors are always floored and FP32; the torch path multiplies by their reciprocals
     return ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=native)
 
 
@@ -125,13 +125,16 @@ def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
 
 
 def _why_unverifiable(module: nn.Module) -> str | None:
+    """Return why a sync cannot write to a layer; None if it can, or if the layer is not FP8."""
     method = getattr(module, "quant_method", None)
     if isinstance(module, LinearBase) and getattr(method, "fp8_linear", None) is not None:
         return why_linear_unverifiable(method.fp8_linear, module)
     if isinstance(module, RoutedExperts) and isinstance(method, Fp8MoEMethod):
-        name, spec, expected = str(method.fp8_backend), format_stored(method.weight_block_size), {}
-        if reason := _why_not_known(name):  # some have other dimensions
+        name = str(method.fp8_backend)
+        if reason := _why_not_known(name):  # first: unknown kernels may hold weights of other dimensions
             return reason
+        spec = format_stored(method.weight_block_size)
+        expected = {}
         for weight in (f"{fused}_weight" for fused in HELD):
             shape = getattr(module, weight).shape
             scale = _meta(torch.float32, *spec.scale_shape(shape))
@@ -152,7 +155,7 @@ def _why_not_as_sent(name: str, layer: nn.Module, expected: dict[str, torch.Tens
         if tensor is None:
             return f"{name} keeps no {attribute}"
         if (tensor.dtype, tensor.shape, tensor.stride()) != (sent.dtype, sent.shape, sent.stride()):
-            return f"{name} keeps {attribute} as {_words(tensor)}, sent is {_words(sent)}"
+            return f"{name} keeps {attribute} as {_form(tensor)}, a sync sends {_form(sent)}"
     return None
 
 
@@ -160,5 +163,5 @@ def _meta(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _words(tensor: torch.Tensor) -> str:
+def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}"

@@ -250,7 +250,9 @@ class Cpu(Platform):
 
 def platform_of(device: torch.device | None = None) -> Platform:
     """Return the platform of `device`; None: CUDA if there is a GPU. `ValueError` for other kinds of device."""
-    kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if device is not None:
+        kind = device.type
     if kind == "cpu":
         return Cpu()
     if kind == "cuda":
@@ -286,7 +288,8 @@ def traced(**further: object) -> dict[str, dict]:
 @cache
 def _source() -> str:
     """Return a digest of this package: another version of it, or an edited one, may trace something else."""
-    digest, folder = hashlib.sha256(), Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    folder = Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

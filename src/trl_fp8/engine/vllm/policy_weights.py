@@ -79,12 +79,16 @@ class PolicyWeights:
         It is a copy of the policy, or the policy itself, which has its adapters disabled, or those of the reference
         active, when the block is entered.
         """
-        return closing(self._reference(model, names, summed=is_peft_model(model) and _merges(model)))
+        layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        summed = any(not layer.disable_adapters and layer.active_adapters for layer in layers)
+        return closing(self._reference(model, names, summed))
 
     def _reference(self, model: nn.Module, names: Set[str], summed: bool) -> Iterator[SentTensor]:
+        """Yield what `reference` returns. If `summed`, its weights are sums, with those of adapters."""
         reshard(model, self._dist)
         own = [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
-        adapted, adapters = is_peft_model(model), adapters_of_parameters(model) if summed else {}
+        adapted = is_peft_model(model)
+        adapters = adapters_of_parameters(model) if summed else {}
         with self._dist.gather_params(list(model.parameters()) if adapted else []):
             if self._dist.is_fsdp or (not adapted and self._sharded_over_one_group(own)):
                 with merged({layer: None for layers in adapters.values() for layer in layers}):  # a collective
@@ -113,8 +117,10 @@ class PolicyWeights:
 
     def _sharded_over_one_group(self, parameters: list[NamedTensor]) -> bool:
         """Return whether FSDP2 or ZeRO-3 shards these over the same ranks, to be gathered in the engine's form."""
-        dealt = [Sharded.of(parameter) for _, parameter in parameters] if self._dist.is_zero3 else []
-        return self._dist.is_fsdp or bool(dealt) and None not in dealt and len({part.group for part in dealt}) == 1
+        if not self._dist.is_zero3:
+            return self._dist.is_fsdp
+        parts = [Sharded.of(parameter) for _, parameter in parameters]
+        return None not in parts and len({part.group for part in parts}) == 1
 
 
 def reshard(model: nn.Module, dist: DistributedBackend) -> None:
@@ -166,9 +172,3 @@ def merged(layers: Iterable[BaseTunerLayer]) -> Iterator[None]:
                 layer.unmerge()
         for base, values in before:
             base.data.copy_(values)
-
-
-def _merges(model: nn.Module) -> bool:
-    """Return whether PEFT computes with adapters in this model, so that its weights are a sum."""
-    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-    return any(not layer.disable_adapters and layer.active_adapters for layer in layers)

@@ -74,7 +74,8 @@ class RolloutLLM(LLM):
     _calls: Mapping[tuple[int, int, int], int] = {}  # occasions of the latest step -> calls of `generate`
 
     def __init__(self, *, parts: Sequence[RolloutListener] = (), **kwargs):
-        self._parts, self._seed = parts, kwargs.get("seed") or 0
+        self._parts = parts
+        self._seed = kwargs.get("seed") or 0
         # vLLM aborts requests before it sleeps, which fails with routes: it refuses to reset its prefix cache
         self._keeps_requests = bool(kwargs.get("enable_return_routed_experts"))
         try:

@@ -59,48 +59,41 @@ def fp8_attention_layers(
 
 
 class KVScaleCopies:
-    """`engine.protocol.KVScaleStore` of the attention layers in `layers`."""
+    """`engine.protocol.KVScaleStore` of attention layers, by their numbers."""
 
     def __init__(self, layers: Mapping[int, Attention | MLAAttention]):
         self._layers = layers
 
     def write(self, scales: KVScales) -> None:
-        write_kv_scales(self._layers, scales)
+        sent_L3 = torch.stack([scales.values[layer] for layer in self._layers])
+        on_device, on_host = self._tensors()
+        torch._foreach_copy_(on_device, list(sent_L3.flatten().to(on_device[0].device, non_blocking=True).unbind()))
+        torch._foreach_copy_(on_host, list(sent_L3[:, 1:].flatten().unbind()))
+        for layer, module in self._layers.items():
+            for which in QKV:
+                setattr(module, f"_{which}_scale_float", scales.scale(layer, which))
 
     def verify(self, scales: KVScales) -> None:
-        verify_kv_scales(self._layers, scales)
+        """Raise `RuntimeError` that lists the copies which differ from `scales`. Waits for the device once."""
+        layers = self._layers
+        on_device, on_host = (torch.stack(tensors).view(len(layers), -1).tolist() for tensors in self._tensors())
+        wrong = []
+        for (layer, module), of_device, of_host in zip(layers.items(), on_device, on_host, strict=True):
+            for column, which in enumerate(QKV):
+                copies = {"device tensor": of_device[column], "host float": getattr(module, f"_{which}_scale_float")}
+                if which != "q":
+                    copies["host tensor"] = of_host[column - 1]
+                sent = scales.scale(layer, which)
+                for copy, value in copies.items():
+                    if value != sent:
+                        wrong.append(f"layer {layer} {which}_scale: {copy} holds {value:g}, sent {sent:g}")
+        if wrong:
+            copies = listed(wrong, 12, "\n  ")
+            raise RuntimeError(f"KV scales did not arrive in the engine ({len(wrong)} copies differ):\n  {copies}")
 
-
-def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:
-    """Copy each layer's scales into every place where vLLM keeps them. Does not synchronize with the device."""
-    sent_L3 = torch.stack([scales.values[layer] for layer in layers])
-    on_device, on_host = _tensors(layers)
-    torch._foreach_copy_(on_device, list(sent_L3.flatten().to(on_device[0].device, non_blocking=True).unbind()))
-    torch._foreach_copy_(on_host, list(sent_L3[:, 1:].flatten().unbind()))
-    for layer in layers:
-        for which in QKV:
-            setattr(layers[layer], f"_{which}_scale_float", scales.scale(layer, which))
-
-
-def verify_kv_scales(layers: Mapping[int, Attention], expected: KVScales) -> None:
-    """Compare each copy of each layer's scales with `expected`; `RuntimeError` lists what differs. Waits once."""
-    on_device, on_host = (torch.stack(tensors).view(len(layers), -1).tolist() for tensors in _tensors(layers))
-    wrong = []
-    for (layer, module), of_device, of_host in zip(layers.items(), on_device, on_host, strict=True):
-        for column, which in enumerate(QKV):
-            copies = {"device tensor": of_device[column], "host float": getattr(module, f"_{which}_scale_float")}
-            if which != "q":
-                copies["host tensor"] = of_host[column - 1]
-            sent = expected.scale(layer, which)
-            differ = [f"{copy} holds {value:g}, sent {sent:g}" for copy, value in copies.items() if value != sent]
-            wrong += [f"layer {layer} {which}_scale: {difference}" for difference in differ]
-    if wrong:
-        copies = listed(wrong, 12, "\n  ")
-        raise RuntimeError(f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  {copies}")
-
-
-def _tensors(layers: Mapping[int, Attention]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return scales of q, k, v of each layer on the device, and on the host those of k and v (vLLM keeps no q)."""
-    on_device = [getattr(module, f"_{which}_scale") for module in layers.values() for which in QKV]
-    on_host = [getattr(module, f"_{which}_scale_cpu") for module in layers.values() for which in QKV[1:]]
-    return on_device, on_host
+    def _tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return scales of q, k, v of each layer on the device, and on the host those of k and v (vLLM keeps no q)."""
+        modules = self._layers.values()
+        on_device = [getattr(module, f"_{which}_scale") for module in modules for which in QKV]
+        on_host = [getattr(module, f"_{which}_scale_cpu") for module in modules for which in QKV[1:]]
+        return on_device, on_host

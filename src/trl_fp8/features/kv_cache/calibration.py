@@ -94,10 +94,6 @@ class KVState:
     new: NewRollouts | None = None
     evaluation_warned: bool = False  # of saturation in an evaluation, once a run
 
-    def runs_prompts(self, mode: str) -> bool:
-        """Return whether the next scales depend on the coming prompts."""
-        return mode == "policy" or self.amax_L3 is None
-
     def expecting(self, prompts: list[list[int]]) -> "KVState":
         """Note the prompts that the engine is about to continue."""
         return replace(self, coming_prompts=prompts)
@@ -213,9 +209,9 @@ def next_scales(state: KVState, calibration: Calibration, model: nn.Module) -> t
     """
     _, state = state.observed(calibration)
     margin = calibration.margin * state.margin_factor
-    if not state.runs_prompts(calibration.mode):
+    if calibration.mode == "rollout" and state.amax_L3 is not None:
         amax_L3 = state.amax_L3
-    else:
+    else:  # run the coming prompts, with the rollouts that there are
         only_prompts = not state.rollouts  # once, before the first rollouts
         if only_prompts and state.coming_prompts is None:
             raise RuntimeError("next_scales() needs the coming prompts, and expecting() was not called yet.")

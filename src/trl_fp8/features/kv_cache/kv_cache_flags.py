@@ -40,15 +40,15 @@ class KVCacheFlags(FlagGroup):
     )
     kv_scale_margin: float = flag(
         1.05,
-        "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
-        "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen, "
-        "and whenever rollouts of training saturate. The scale is then rounded up to a power of two.",
+        "Factor on the largest calibrated |q|, |k| and |v|, from which the scale is made: tokens that calibration "
+        "did not see may be larger. At least 1. It is doubled before the first rollouts, when calibration has seen "
+        "only prompts, and each time that rollouts of training saturate. The scale is rounded up to a power of two.",
     )
     kv_calibration_tokens: int = flag(
         8192,
-        "Most tokens per process that calibration runs through the policy, taken from the coming prompts and the "
-        "previous rollouts; and the most positions of one forward, padding included. Sequences of unlike lengths take "
-        "several forwards.",
+        "Limit on the tokens per process that calibration runs through the policy, from the coming prompts and the "
+        "previous rollouts. It is also the limit on the positions of one forward, padding included: sequences of "
+        "different lengths take several forwards.",
     )
     simulate_kv_cache: bool | None = flag(
         None,
@@ -66,9 +66,14 @@ class KVCacheFlags(FlagGroup):
         return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
 
     def against_base(self, model) -> str | None:
-        if self.skip_layers is not None:
-            return None
-        return "kv_cache_skip_layers='auto': the policy's k is looked at before the engine, with the base, exists."
+        return "kv_cache_skip_layers='auto'" if self.skip_layers is None else None
+
+    def check(self) -> None:
+        if self.base_in_engine and self.skip_layers is None:
+            raise ValueError(
+                "kv_cache_skip_layers='auto' with fp8_base=True: it looks at the policy's k before there is an engine "
+                "that holds the base. Name the layers, set kv_cache_skip_layers=None, or set fp8_base=False."
+            )
 
     def risks(self, outline: Outline, recipe: FP8Recipe) -> list[Risk]:
         biases = [name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name)]
@@ -89,8 +94,8 @@ class KVCacheFlags(FlagGroup):
         }
 
     def resolve(self) -> None:
-        """Bring the flags into one form, fill in defaults, and raise `ValueError` for what cannot be."""
-        if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
+        """Normalize the flags and fill in defaults. `ValueError`: a value is unknown or has no effect."""
+        if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name for "fp8"
             self.kv_cache_dtype = "fp8"
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise ValueError(
@@ -129,14 +134,14 @@ class KVCacheFlags(FlagGroup):
             self.kv_cache_skip_layers = layers
         if self.kv_cache_dtype == "auto" and (self.simulate_kv_cache or self.kv_cache_skip_layers):
             values = {name: getattr(self, name) for name in ("simulate_kv_cache", "kv_cache_skip_layers")}
-            pointless = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
+            without_effect = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
             raise ValueError(
-                f"{pointless} with kv_cache_dtype='auto': there is no FP8 KV cache for it to act on. Set "
+                f"{without_effect} with kv_cache_dtype='auto': without an FP8 KV cache it has no effect. Set "
                 "kv_cache_dtype='fp8', or remove it."
             )
         if self.simulate_kv_cache is None:
-            # The mismatch of FP8 weights hides that of the cache, unless the policy calls the same kernels
-            visible = self.policy_calls_engine or not self.fp8_weights
-            self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and visible
+            # The mismatch from FP8 weights is larger and hides that of the cache, unless both call the same kernels
+            has_effect = self.policy_calls_engine or not self.fp8_weights
+            self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and has_effect
         if self.kv_calibration is None:
             self.kv_calibration = "rollout" if self.blind_pass is None else "policy"

@@ -1,4 +1,4 @@
-"""Magnitudes of q, k and v of real tokens in each layer, from which the scales of a KV cache are made.
+"""Magnitudes of q, k and v in each layer, over all tokens but padding. The scales of a KV cache are made from them.
 
 Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
 """
@@ -15,35 +15,35 @@ from trl_fp8.quantization.formats import E4M3_MAX
 
 
 class QKVObservation:
-    """Magnitudes of real tokens, accumulated over forwards, on the model's device.
+    """Magnitudes of real tokens, those that are not padding, accumulated over forwards on the model's device.
 
-    With `scales_L3`, fp32 `[L, 3]`, elements beyond `448 * scale` are counted; with `moments` mean squares of q and k
-    per channel are taken, which `logit_error_L` needs. On a GPU each of q, k and v is one kernel; mean squares, which
-    are taken once before the first rollouts, are torch's operations.
+    With `scales_L3`, fp32 `[L, 3]`, it counts the elements beyond `448 * scale`. With `moments` it measures
+    `logit_error_L` from the mean squares of q and k per channel. On a GPU each of q, k and v takes one kernel; mean
+    squares take several operations of torch's, but only once, before the first rollouts.
     """
 
     def __init__(self, layers: int, device: torch.device, *, scales_L3: Tensor | None = None, moments: bool = False):
         self.limits_L3 = None if scales_L3 is None else E4M3_MAX * scales_L3
-        self.amax_L3 = torch.zeros(layers, 3, device=device)  # 0 where a layer was not run
+        self.amax_L3 = torch.zeros(layers, 3, device=device)  # 0 in a layer that no forward ran
         # Elements beyond 448 * scale, and all elements, of real tokens
         self.saturated_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.elements_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.logit_error_L = torch.zeros(layers, device=device)  # the largest over forwards; 0 without `moments`
-        self.passes = 0  # blocks of `watching` that are through
+        self.passes = 0  # finished blocks of `watching`
         self.under_way = False  # inside such a block
         self._moments = moments
         self._real = torch.ones((), dtype=torch.bool, device=device)
 
     @property
     def saturated_fraction_L3(self) -> Tensor:
-        """Return the share `[L, 3]` of elements that the scales do not hold; 0 where a layer was not run."""
+        """Return the share `[L, 3]` of elements beyond 448 * scale; 0 in a layer that no forward ran."""
         return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
 
     @contextmanager
     def watching(self, hook: AttentionHook) -> Iterator[None]:
-        """Observe the forwards inside the block. A block that fails is no pass."""
+        """Observe the forwards inside the block, and count it in `passes` unless it raises."""
         if self.under_way:
-            raise RuntimeError("this observation watches a forward already, and such blocks do not nest.")
+            raise RuntimeError("this observation already watches a forward: blocks of `watching` do not nest.")
         self.under_way = True
         try:
             with hook.observing(self):
@@ -55,9 +55,14 @@ class QKVObservation:
     def add(
         self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor | None = None
     ) -> None:
-        """Account for one attention call: q, k, v `[B, H, T, D]`, of which tokens with `real_BT` count; None: all.
+        """Add one attention call.
 
-        k and v are as they are cached. `key` is k as q meets it, which `logit_error_L` takes to be what is rounded.
+        Args:
+            layer: Number of the decoder layer.
+            states: q, k and v `[B, H, T, D]`, k and v as they are cached.
+            real_BT: False at padding, which does not count; None: no padding.
+            scaling: Factor on the attention scores.
+            key: k as the scores are computed from it, for `logit_error_L`; None: the cached k.
         """
         states = tuple(tensor.detach() for tensor in states)
         if real_BT is None:
@@ -69,7 +74,8 @@ class QKVObservation:
             add_magnitudes(tensor, real_BT, *cells)
         if self._moments:
             key = states[1] if key is None else key.detach()
-            q_HD, k_HD = (_mean_squares(tensor, real_BT) for tensor in (states[0], key))
+            squares = [tensor.float().square().mul_(real_BT[:, None, :, None]) for tensor in (states[0], key)]
+            q_HD, k_HD = (square.sum((0, 2)) / real_BT.sum() for square in squares)  # their means
             error = self.logit_error_L[layer]
             torch.maximum(error, logit_error(q_HD, k_HD, scaling), out=error)
 
@@ -89,25 +95,24 @@ def observe_sequences(
 
     Args:
         model, hook: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its hook.
-        sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
+        sequences: Token ids, a list for each sequence, the most important first. A repeated sequence is run once.
         pad_token_id: Any valid token id; padding is masked.
-        max_tokens: Bound on the tokens of all forwards without padding, and on those of each forward with it.
+        max_tokens: Limit on the tokens of all forwards without padding, and on those of each forward with it.
         fused_lm_head: The model has TRL's fused output head, which then scores no token.
-        moments: Measure `logit_error_L`, too.
-        reduce_max: As for `reduce_together`. Ranks then run the same number of forwards: each is a collective for a
-            sharded policy.
+        moments: Also measure `logit_error_L`.
+        reduce_max: As for `reduce_together`. Ranks then run the same number of forwards: with a sharded policy each
+            forward is a collective.
     """
     batches = _batches(bounded(sequences, max_tokens), max_tokens)
     if not batches:
         raise ValueError("KV cache scales cannot be calibrated: there is no prompt with at least one token.")
-    forwards = len(batches)
+    forwards = torch.tensor(len(batches), device=hook.device)
     if reduce_max is not None:
-        reduce_max(most := torch.tensor(forwards, device=hook.device))
-        forwards = int(most)
+        reduce_max(forwards)
     observation = QKVObservation(hook.layers, hook.device, moments=moments)
     with torch.no_grad(), hook.observing(observation):
-        for number in range(forwards):
-            rows = batches[min(number, len(batches) - 1)]  # the smallest again: it changes no maximum
+        for number in range(int(forwards)):
+            rows = batches[min(number, len(batches) - 1)]  # the last one, the smallest, again: it changes no maximum
             length = len(rows[0])
             padding = [length - len(row) for row in rows]
             ids = [row + [pad_token_id] * pad for row, pad in zip(rows, padding, strict=True)]
@@ -123,8 +128,8 @@ def observe_sequences(
 
 
 def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tensor) -> None:
-    """Make `[L, n]` tensors their maximum over ranks, in place, in one collective: `reduce_max` does so with one
-    tensor, and is None on one process.
+    """Replace `[L, n]` tensors by their maximum over ranks, in one collective. `reduce_max` replaces one tensor; None
+    on one process.
     """
     if reduce_max is not None:
         packed = torch.cat(tensors, dim=1)
@@ -134,7 +139,7 @@ def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tenso
 
 
 def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Return the first different `sequences` that together have at most `max_tokens`, each cut to as many."""
+    """Return the first distinct `sequences`, each cut to `max_tokens`, that together have at most `max_tokens`."""
     rows = []
     left = max_tokens
     for row in dict.fromkeys(tuple(sequence[:max_tokens]) for sequence in sequences):
@@ -152,7 +157,3 @@ def _batches(rows: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
             batches.append([])
         batches[-1].append(row)
     return batches
-
-
-def _mean_squares(values: Tensor, real_BT: Tensor) -> Tensor:
-    return values.float().square().mul_(real_BT[:, None, :, None]).sum((0, 2)) / real_BT.sum()

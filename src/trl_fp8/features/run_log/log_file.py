@@ -99,13 +99,14 @@ def read_run(folder: str | Path) -> Run:
         raise ValueError(
             f"RUN={str(folder)!r} has no {FILE}: pass the output_dir of a run of FP8GRPOTrainer with fp8_run_log=True."
         )
-    facts, rows = None, {"log": [], "rollouts": []}
+    facts = None
+    rows = {"log": [], "rollouts": []}
     for row in map(_parsed, path.read_bytes().splitlines()):
         kind = row.pop("kind", None)
         if kind == "run" and isinstance(row.get("facts"), dict) and isinstance(row.get("step"), int):
-            facts, resumed = row["facts"], row["step"]
-            rows["log"] = [earlier for earlier in rows["log"] if earlier["step"] <= resumed]
-            rows["rollouts"] = [earlier for earlier in rows["rollouts"] if earlier["step"] < resumed]
+            facts = row["facts"]
+            rows["log"] = [earlier for earlier in rows["log"] if earlier["step"] <= row["step"]]
+            rows["rollouts"] = [earlier for earlier in rows["rollouts"] if earlier["step"] < row["step"]]
         elif kind in rows and isinstance(row.get("step"), int | float):
             rows[kind].append(row)
     if facts is None:

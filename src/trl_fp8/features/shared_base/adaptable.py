@@ -32,11 +32,6 @@ def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | No
             f"fp8_base=True with quantization_config={type(quantization).__name__}(...): the base is quantized to FP8 "
             "for trainer and engine. Remove quantization_config: FP8 takes the place of 4 and 8 bits."
         )
-    if getattr(args, "skip_layers", ()) is None:
-        raise ValueError(
-            "kv_cache_skip_layers='auto' with fp8_base=True: it looks at the policy's k before there is an engine "
-            f"that holds the base. Name the layers, set kv_cache_skip_layers=None, {OFF}"
-        )
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
             "fp8_base=True under ZeRO-3, which shards weights over ranks: the base's are in each rank's engine. Use "

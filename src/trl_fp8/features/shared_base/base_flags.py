@@ -42,16 +42,21 @@ class BaseFlags(FlagGroup):
         return "fp8_base=True" if self.fp8_base else None
 
     def check_adapters(self, model: ModelConfig) -> None:
-        if self.fp8_base and not model.use_peft:
+        if not self.fp8_base:
+            return
+        if not model.use_peft:
             raise ValueError(
                 "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft "
                 "for adapters, or set fp8_base=False."
             )
+        reason = BaseFlags.against_base(self, model)
+        if reason is not None:
+            raise ValueError(f"fp8_base=True with {reason}. Remove it, or set fp8_base=False.")
 
     def against_base(self, model: ModelConfig) -> str | None:
         for name, why in NOT_BESIDE.items():
             if getattr(model, name):
-                return f"{name}={getattr(model, name)!r}: {why}."
+                return f"{name}={getattr(model, name)!r}: {why}"
         return None
 
     def memory_changes(self, setup: Setup, outline: Outline, recipe: FP8Recipe) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """MLA on a CPU engine, over vLLM's paged cache of latents, in FP64: a token's bits are the same in every batch.
 
-vLLM expands the latents of a prefill by kv_b_proj. In a decode it multiplies queries and outputs by two parts of that
-weight, which it keeps for this. Here every token is computed as in a decode: all read the parts that a sync derives.
+In a prefill vLLM expands latents by kv_b_proj. In a decode it multiplies queries and outputs by two parts of that
+weight, W_UK and W_UV. Here every token is computed as in a decode, so all of them read the two parts, which a sync
+derives from kv_b_proj.
 
     write:  bytes = e4m3(latent / k_scale), round to nearest even, saturating                 (a BF16 cache: itself)
     read:   latent = bytes * k_scale; softmax((q W_UK) latent^T) latent W_UV in fp64; q and the output in BF16
@@ -25,7 +26,7 @@ from .reference_attention import ReferenceMetadataBuilder, attend, gather, padde
 class ReferenceLatentAttention(CPUMLABackend):
     """Cache layout and limits of vLLM's CPU backend, another implementation."""
 
-    get_supported_head_sizes = staticmethod(list)  # any: there is no kernel to be compiled for it
+    get_supported_head_sizes = staticmethod(list)  # an empty list: every size, for nothing is compiled for one
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
     get_impl_cls = staticmethod(lambda: ReferenceLatentImpl)
     get_builder_cls = staticmethod(lambda: LatentMetadataBuilder)
@@ -33,7 +34,7 @@ class ReferenceLatentAttention(CPUMLABackend):
 
 @dataclass(frozen=True)
 class LatentMetadata:
-    """vLLM's common metadata, without decodes: so vLLM has `forward_mha` attend every token."""
+    """vLLM's common metadata with no decodes in it: vLLM then calls `forward_mha` for every token."""
 
     common: CommonAttentionMetadata
     num_decodes: int = 0
@@ -54,7 +55,9 @@ class LatentMetadataBuilder(ReferenceMetadataBuilder):
 
 
 class ReferenceLatentImpl(CPUMLAImpl):
-    """`forward_mha` attends every token, and absorbs the weights itself: a product in BF16 depends on the batch."""
+    """Attention whose `forward_mha` computes every token. It multiplies by W_UK and W_UV itself, in FP64: the bits of
+    vLLM's BF16 product depend on the batch.
+    """
 
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale

@@ -127,7 +127,8 @@ class ReferenceAttentionImpl(AttentionImpl):
         query_lens = starts.diff()
         is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
         q_RQHD = padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
-        output_RQHD, cache = torch.empty_like(q_RQHD, dtype=output.dtype), keys_and_values(kv_cache)
+        output_RQHD = torch.empty_like(q_RQHD, dtype=output.dtype)
+        cache = keys_and_values(kv_cache)
         visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
         for request, images in (attn_metadata.mm_req_doc_ranges or {}).items():
             _see_whole(images, visible_RQS[request], int(seq_lens[request] - query_lens[request]))

@@ -42,7 +42,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
 
 def _added_wide(x: Tensor, weights: Iterable[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return `linear` `[..., N]` of x `[..., K]`, with a weight in blocks of rows `[n, K]`."""
-    wide, parts, start = x.double(), [], 0
+    wide = x.double()
+    parts = []
+    start = 0
     for rows in weights:
         stop = start + len(rows)
         part = wide @ rows.double().T

@@ -27,9 +27,9 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def new_axes(height: float = 2.9) -> Axes:
-    """Return the only axes of a figure that is as wide as a phone, with letters that are read there."""
-    return new_figure(4.4, height).subplots()
+def new_axes() -> Axes:
+    """Return the only axes of a figure as wide as a phone, on which its letters can be read."""
+    return new_figure(4.4, 2.9).subplots()
 
 
 def save(figure: Figure, path: str | Path) -> Path:
