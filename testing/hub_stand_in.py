@@ -6,35 +6,40 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-
-def _mode(file: dict) -> str:
-    return "lfs" if file["path"].endswith(".safetensors") else "regular"
+from huggingface_hub import constants, hf_api
+from pytest import MonkeyPatch
 
 
 class HubStandIn:
-    """`with HubStandIn() as hub: ...` serves at `hub.endpoint`;
-    `hub.repos[id][path]` are the bytes that were committed.
-
-    Weights go through Git LFS, as on the Hub, everything else into the commit.
+    """Server of the stand-in, inside a `with` block. Weights are sent by Git LFS, all other files in the commit.
 
     Attributes:
+        endpoint: Its URL.
+        repos: Id of a repository -> path -> committed bytes.
         commits: Messages of all commits, in order.
-        tokens: Authorization headers that were seen.
+        tokens: Authorization headers of all requests.
         objects: LFS objects by hash.
-        uploads: Hashes in the order in which they were sent.
-        broken_after: From this number of uploads on, the connection is refused; None: never.
+        uploads: Hashes of the LFS objects, in the order of their uploads.
+        broken_after: Number of uploads after which the server refuses more; None: never.
     """
 
     def __init__(self):
         self.repos, self.commits, self.tokens = {}, [], set()
         self.objects, self.uploads, self.broken_after = {}, [], None
-        self.one_by_one = threading.Lock()  # a client sends several files at once
+        self.lock = threading.Lock()  # a client sends several files at once
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         return self
+
+    def connect(self, monkeypatch: MonkeyPatch) -> None:
+        """Let huggingface_hub's client of this process send its requests here."""
+        monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hf_api.api, "endpoint", self.endpoint)
 
     def __exit__(self, *error):
         self.server.shutdown()
@@ -43,7 +48,7 @@ class HubStandIn:
     def answer(self, method: str, path: str, body: bytes):
         path = path.partition("?")[0]
         if path.endswith("/info/lfs/objects/batch"):
-            return {"transfer": "basic", "objects": [self._placed(item) for item in json.loads(body)["objects"]]}
+            return {"transfer": "basic", "objects": [self._with_upload(item) for item in json.loads(body)["objects"]]}
         if method == "PUT" and path.startswith("/lfs/"):
             if self.broken_after is not None and len(self.uploads) >= self.broken_after:
                 raise ConnectionError("the upload was interrupted")
@@ -65,7 +70,8 @@ class HubStandIn:
             files = self.repos[f"{owner}/{name}"]
             if rest[:1] == ["preupload"]:
                 sent = json.loads(body)["files"]
-                return {"files": [{"path": f["path"], "uploadMode": _mode(f), "shouldIgnore": False} for f in sent]}
+                modes = {f["path"]: "lfs" if f["path"].endswith(".safetensors") else "regular" for f in sent}
+                return {"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]}
             if rest[:1] in (["tree"], ["paths-info"]):
                 return [{"type": "file", "path": path, "size": len(files[path]), "oid": "0"} for path in files]
             if rest[:1] == ["commit"]:
@@ -86,19 +92,22 @@ class HubStandIn:
                 return {"id": f"{owner}/{name}", "modelId": f"{owner}/{name}", "sha": "0" * 40, "siblings": siblings}
         raise KeyError(f"{method} {path} is not part of the stand-in")
 
-    def _placed(self, item: dict) -> dict:
-        """Return where to send an object; nowhere if it is here already."""
-        upload = {"upload": {"href": f"{self.endpoint}/lfs/{item['oid']}"}}
-        return item if item["oid"] in self.objects else item | {"actions": upload}
+    def _with_upload(self, item: dict) -> dict:
+        """Return the item with the URL for its upload, unless its object is there already."""
+        if item["oid"] in self.objects:
+            return item
+        return item | {"actions": {"upload": {"href": f"{self.endpoint}/lfs/{item['oid']}"}}}
 
-    def _handler(hub):  # noqa: N805, the handler's `self` is another object
+    def _handler(self):
+        hub = self
+
         class Handler(BaseHTTPRequestHandler):
             def reply(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 if header := self.headers.get("Authorization"):
                     hub.tokens.add(header)
                 try:
-                    with hub.one_by_one:
+                    with hub.lock:
                         status, content = 200, json.dumps(hub.answer(self.command, self.path, body)).encode()
                 except KeyError as error:
                     status, content = 404, json.dumps({"error": str(error)}).encode()

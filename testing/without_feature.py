@@ -22,7 +22,7 @@ from testing.processes import settle_heap
 
 
 PACKAGE = Path(__file__).parents[1] / "src" / "trl_fp8"
-STEPS = 3
+STEPS = 2
 SWITCHED_ON = {  # feature -> flags of a run that uses it
     "shared_base": {"fp8_base": True},
     "kv_cache": {"kv_cache_dtype": "fp8"},

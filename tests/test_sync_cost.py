@@ -1,14 +1,16 @@
 """The count of what a sync costs on a GPU, and the page that shows it."""
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from gpu import sync_cost
 from gpu.dry_run import SHAPES
 from gpu.sync_cost import CHECK, TRL
+from testing.processes import fork
 
 
 ROOT = Path(__file__).parents[1]
@@ -18,11 +20,16 @@ EIGHT_B = SHAPES["Qwen3-8B"]
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
     """Part -> launches by name and bytes, of a BF16 policy of 8 B; and what was printed."""
-    path = tmp_path_factory.mktemp("cost") / "found.json"
-    command = [sys.executable, "-m", "gpu.sync_cost", "--models", "Qwen3-8B", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(path.read_text())["Qwen3-8B"]["bfloat16"], done.stdout
+    folder = tmp_path_factory.mktemp("cost")
+
+    def count() -> None:
+        sys.argv = ["gpu.sync_cost", "--models", "Qwen3-8B", "--json", str(folder / "found.json")]
+        sync_cost.main()
+
+    _, status = os.waitpid(fork(count, folder / "log"), 0)
+    printed = (folder / "log").read_text()
+    assert status == 0, printed[-3000:]
+    return json.loads((folder / "found.json").read_text())["Qwen3-8B"]["bfloat16"], printed
 
 
 def sizes():

@@ -2,7 +2,6 @@
 
 import json
 
-import huggingface_hub.constants
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,9 +15,7 @@ from trl_fp8.export.push import push_export
 @pytest.fixture
 def hub(monkeypatch):
     with HubStandIn() as hub:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        hub.connect(monkeypatch)
         yield hub
 
 

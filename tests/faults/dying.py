@@ -1,43 +1,32 @@
-"""Training runs that are killed (SIGKILL) in their third step or in the save before it, and a killed export.
-
-    python -m tests.faults.dying CHECKPOINT FOLDER
-
-FOLDER/<place> is the output folder of the run that died at that place, FOLDER/export/fp8 that of the export. Each is a
-fork of this process, which imports what they need once.
-"""
+"""Training runs that are killed (SIGKILL) in their third step or in the save before it, and a killed export."""
 
 import os
 import signal
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-import trl_fp8.export.export  # noqa: E402
-from testing.runs import arguments, training  # noqa: E402
-from trl_fp8 import FP8GRPOTrainer  # noqa: E402
+import trl_fp8.export.export
+from testing.processes import fork
+from testing.runs import arguments, training
+from trl_fp8 import FP8GRPOTrainer
 
 
 PLACES = ("before_the_save", "at_its_last_file", "in_the_sync")
 FLAGS = dict(max_steps=3, save_strategy="steps", save_steps=1)
 
 
-def main(checkpoint: str, folder: Path) -> None:
-    for place in (*PLACES, "export"):
-        if os.fork() == 0:
-            if place == "export":
-                export(checkpoint, folder / place)
-            else:
-                train(checkpoint, folder / place, place)
-            os._exit(0)  # nobody died
-        _, status = os.wait()
-        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
-            sys.exit(f"{place} ended with {status}")
+def die(checkpoint: str, folder: Path) -> None:
+    """Write what a run that died at each place has left to `folder / place`, and what the export has to
+    `folder / "export"`. Each dies in a fork of this process.
+    """
+    runs = {place: partial(train, checkpoint, folder / place, place) for place in PLACES}
+    for place, run in (runs | {"export": partial(export, checkpoint, folder / "export")}).items():
+        log = folder / f"{place}.log"
+        _, status = os.waitpid(fork(run, log), 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, f"{place}: {log.read_text()[-4000:]}"
 
 
 def train(checkpoint: str, folder: Path, place: str) -> None:
@@ -90,7 +79,3 @@ def doom(trainer: FP8GRPOTrainer, place: str) -> None:
                 yield named
 
         trainer.vllm_generation._iter_named_params = some_parameters
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))

@@ -2,8 +2,6 @@
 
 import resource
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing.processes import alone
 from testing.runs import arguments, column, training
 from trl_fp8.export import export
 from trl_fp8.export.export import export_fp8
@@ -19,7 +16,7 @@ from trl_fp8.export.file_checksums import verify_export
 from trl_fp8.features.run_log.log_file import FILE
 from trl_fp8.run.checkpoints import marker
 
-from .dying import FLAGS, PLACES
+from .dying import FLAGS, PLACES, die
 
 
 @pytest.fixture
@@ -93,16 +90,7 @@ def test_a_full_disk_under_the_run_log_does_not_end_the_run(checkpoint, tmp_path
 def dead(checkpoint, tmp_path_factory):
     """Folder with the output folders of the runs that died."""
     folder = tmp_path_factory.mktemp("dead")
-    command = [sys.executable, "-m", "tests.faults.dying", checkpoint("qwen3"), folder]
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
-        env=alone(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
+    die(checkpoint("qwen3"), folder)
     return folder
 
 

@@ -1,28 +1,17 @@
-"""Triton's interpreter, which runs kernels on tensors of the CPU: in a process of its own, with torch's casts."""
+"""Triton's interpreter, which runs kernels on tensors of the CPU: in a process of its own, with torch's casts.
+
+    python -m tests.quantization.interpreted MODULE ...
+
+writes what `interpreted()` of each test module returns, by name, as a line of JSON. Run it with TRITON_INTERPRET=1:
+Triton reads that when it is imported, for its own functions too.
+"""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
+from importlib import import_module
 
 import numpy as np
 import torch
-
-
-def results_of(module: str) -> dict:
-    """What `interpreted()` of a test module returns where Triton interprets."""
-    # Triton's own functions are interpreted only if it was told so before it was imported
-    code = f"import json; from tests.quantization import {module} as tests; print(json.dumps(tests.interpreted()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def cast_as_torch() -> None:
@@ -54,3 +43,9 @@ class Launches:
     def __getitem__(self, grid):
         self.count += 1
         return self.kernel[grid]
+
+
+if __name__ == "__main__":
+    cast_as_torch()
+    found = {name: import_module(f"tests.quantization.{name}").interpreted() for name in sys.argv[1:]}
+    sys.stdout.write(f"{json.dumps(found)}\n")

@@ -7,38 +7,39 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from accelerate import Accelerator
 
 from testing.fake_rollout_engine import FakeEngineTrainer
+from testing.processes import fork
 from testing.runs import arguments, dataset, reward_digits
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.run import folder_lock
 from trl_fp8.run.folder_lock import FILE, lock_folder, unlock_folder
 
 
-LOCK = """
-import os, sys, time
-from accelerate import Accelerator
-from trl_fp8.run.folder_lock import lock_folder
-lock_folder(sys.argv[1], Accelerator(cpu=True))
-if os.fork():
-    print(os.getpid(), flush=True)
-time.sleep(600)
-"""
 TRY = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
 @pytest.fixture
 def other(tmp_path):
     """Another process that has locked the folder `tmp_path / "run"`, and has a child."""
-    command = [sys.executable, "-c", LOCK, str(tmp_path / "run")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout.readline().strip() == str(process.pid)
+
+    def lock() -> None:
+        lock_folder(tmp_path / "run", Accelerator(cpu=True))
+        if os.fork():
+            (tmp_path / "is_locked").touch()
+        time.sleep(600)
+
+    process = fork(lock, tmp_path / "other.log")
+    end = time.monotonic() + 60
+    while not (tmp_path / "is_locked").exists():
+        assert time.monotonic() < end, (tmp_path / "other.log").read_text()
+        time.sleep(0.01)
     yield process
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    os.killpg(process, signal.SIGKILL)
 
 
 def locked_out(folder):
@@ -60,12 +61,12 @@ def test_a_second_run_is_refused_before_its_engine_starts_and_goes_on_once_the_f
     started = []
     monkeypatch.setattr(FakeEngineTrainer, "_start_engine", lambda *_, **__: started.append(1))
     task = (checkpoint("qwen3"), reward_digits, arguments(tmp_path / "run", kv_cache_dtype="auto"), dataset())
-    named = rf"another run writes there \(process {other.pid} on .*, started 20\d\d-.*set another output_dir"
+    named = rf"another run writes there \(process {other} on .*, started 20\d\d-.*set another output_dir"
     with pytest.raises(ValueError, match=named):
         FakeEngineTrainer(*task)
     lock_folder(tmp_path / "elsewhere", Accelerator(cpu=True))
-    os.kill(other.pid, signal.SIGKILL)
-    other.wait()
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
     monkeypatch.undo()
     assert started == []
     FakeEngineTrainer(*task)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -12,22 +10,8 @@ from huggingface_hub import HfApi
 from safetensors.torch import load
 
 from testing.hub_stand_in import HubStandIn
-from testing.processes import alone
-from testing.runs import arguments, dataset, reward_digits
+from testing.runs import arguments, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOTrainer
-
-
-SCRIPT = """
-from testing.runs import arguments, training
-
-args = arguments({output!r}, max_steps=1, push_to_hub=True, hub_model_id="user/policy", hub_token="hf_secret")
-with training({checkpoint!r}, args) as trainer:
-    trainer.train()
-    trainer.push_to_hub(commit_message="the final policy", blocking=True)
-    for _ in range(2):  # the second replaces the export, and finds its files on the Hub
-        commit = trainer.push_fp8_to_hub()
-        assert "/user/policy-FP8/commit/" in commit.commit_url, commit
-"""
 
 
 def contents(folder):
@@ -35,19 +19,17 @@ def contents(folder):
 
 
 @pytest.mark.engine
-def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_other_with_cards(checkpoint, tmp_path):
-    paths = dict(output=str(tmp_path / "out"), checkpoint=checkpoint("qwen3"))
+def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_other_with_cards(
+    checkpoint, tmp_path, monkeypatch, capfd
+):
+    flags = {"push_to_hub": True, "hub_model_id": "user/policy", "hub_token": "hf_secret"}
     with HubStandIn() as hub:
-        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT.format(**paths)],
-            cwd=Path(__file__).parents[2],
-            env=alone("HF_HUB_OFFLINE") | environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        hub.connect(monkeypatch)
+        with training(checkpoint("qwen3"), arguments(tmp_path / "out", max_steps=1, **flags)) as trainer:
+            trainer.train()
+            trainer.push_to_hub(commit_message="the final policy", blocking=True)
+            for _ in range(2):  # the second replaces the export, and finds its files on the Hub
+                assert "/user/policy-FP8/commit/" in trainer.push_fp8_to_hub().commit_url
         files, exported = hub.repos["user/policy"], hub.repos["user/policy-FP8"]
         assert len(hub.uploads) == len(set(hub.uploads)) == 2  # weights in high precision, and in FP8
     assert "the final policy" in hub.commits
@@ -57,7 +39,7 @@ def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_ot
     assert not any("scale" in name or "float8" in str(tensor.dtype) for name, tensor in weights.items())
     assert "quantization_config" not in json.loads(files["config.json"])
     card = files["README.md"].decode()
-    name = Path(paths["checkpoint"]).name
+    name = Path(checkpoint("qwen3")).name
     assert f"a fine-tuned version of {name}." in card and "None" not in card.partition("## Training procedure")[0]
     assert "- fp8" in card and "- grpo" in card and "- trl" in card
     assert (
@@ -85,7 +67,7 @@ def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_ot
         "KV cache scales are included",
     ):
         assert part in exported["README.md"].decode(), part
-    assert hub.tokens == {"Bearer hf_secret"} and "hf_secret" not in done.stdout + done.stderr
+    assert hub.tokens == {"Bearer hf_secret"} and "hf_secret" not in "".join(capfd.readouterr())
 
 
 def test_a_hub_out_of_reach_is_an_error_that_names_the_flag(checkpoint, tmp_path, monkeypatch):

@@ -36,10 +36,10 @@ def add_magnitudes(
             _add_magnitudes[grid](states, real_BT, *figures, *sizes, *strides, limit is not None, *tile)
 
 
-def round_trip(states: torch.Tensor, scale: torch.Tensor | float, codes: tl.dtype = tl.float8e4nv) -> torch.Tensor:
+def round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Compute `codec.e4m3.cache_round_trip` of `states`, any strides, in a layout like theirs.
 
-    `scale` is a number or a tensor of one; `codes` is the type that elements divided by it are rounded to.
+    `scale` is a number or a tensor of one.
     """
     if not isinstance(scale, torch.Tensor):
         scale = torch.full((), scale, device=states.device)
@@ -50,7 +50,7 @@ def round_trip(states: torch.Tensor, scale: torch.Tensor | float, codes: tl.dtyp
         grid, tile = _tiles(source)
         with torch.cuda.device_of(states):
             sizes, strides = source.shape[1:], (*source.stride(), *target.stride())
-            _round_trip[grid](source, target, scale, *sizes, *strides, codes, E4M3_MAX, *tile)
+            _round_trip[grid](source, target, scale, *sizes, *strides, tl.float8e4nv, E4M3_MAX, *tile)
     return result
 
 
