@@ -44,6 +44,7 @@ def died(checkpoint, tmp_path_factory):
 def uninterrupted(died, checkpoint, tmp_path_factory):
     """What each rank reports of a run; under "resumed" the run that died, which its processes finished before it."""
     options = FLAGS | {"config": ACCELERATE / "cpu_ddp.yaml", "checkpoint": checkpoint("qwen3"), "resume": died[1]}
+    options["mixture"] = checkpoint("qwen3_moe")
     return launch("resume_then_train_and_drift", tmp_path_factory.mktemp("ddp"), **options)
 
 
@@ -93,3 +94,10 @@ def test_a_policy_that_drifted_apart_is_named_on_every_rank(uninterrupted):
     for report in uninterrupted:
         assert "not the same on every rank" in report["drift"] and "hold different policies" in report["drift"]
         assert "model.layers.1.mlp.up_proj.weight" in report["drift"] and "layers.0" not in report["drift"]
+
+
+def test_every_weight_of_a_mixture_comes_back_from_its_checkpoint(uninterrupted):
+    """Into the best model and into a resumed run, whatever its name is in the file."""
+    for report in (report["mixture"] for report in uninterrupted):
+        assert report["best"].endswith("checkpoint-1")
+        assert report["lost"] == report["not resumed"] == report["same"] == [] and report["same_log"]

@@ -26,9 +26,8 @@ def reports(request, checkpoint, tmp_path_factory):
     flags |= {"lora": lora, "lora_flags": FLAGS | {"fp8_forward": "one_forward", "learning_rate": 0.01}}
     if request.param == "FSDP":  # under ZeRO-3 refused
         flags |= {"base_flags": flags["lora_flags"] | {"max_steps": 2}}
-    made = launch(
-        "train_and_lora", folder, config=SHARDED[request.param], checkpoint=checkpoint("qwen3", **SHAPE), **flags
-    )
+    flags |= {"checkpoint": checkpoint("qwen3", **SHAPE), "mixture": checkpoint("qwen3_moe")}
+    made = launch("train_and_lora", folder, config=SHARDED[request.param], **flags)
     assert all(report["distributed_type"] == request.param for report in made)
     return made
 
@@ -111,3 +110,10 @@ def test_adapters_on_a_shared_base_under_fsdp2(reports):
         assert report["audited"] == 2 * 6 * 2  # A and B of all but o, k and gate being fused with what has adapters
     other = "weight sync failed on another rank, whose log says why."
     assert first["said"] == [other] * 2 and second["said"] == ["no memory for an adapter"] * 2
+
+
+def test_every_weight_of_a_mixture_comes_back_from_its_checkpoint(reports):
+    """Into the best model and into a resumed run, whatever its name is in the file."""
+    for report in (report["mixture"] for report in reports):
+        assert report["best"].endswith("checkpoint-1")
+        assert report["lost"] == report["not resumed"] == report["same"] == [] and report["same_log"]

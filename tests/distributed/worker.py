@@ -74,11 +74,12 @@ def train_against_a_server(folder: Path, checkpoint: str, copied: bool, **flags)
     } | gathers.report()
 
 
-def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **flags) -> dict:
+def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, mixture: str, **flags) -> dict:
     """A resumed run, whose report is in "resumed", and one from the start, of the same flags. In "apart": runs whose
     ranks generate apart.
 
-    Then the second rank's policy drifts apart before another sync, whose error is reported.
+    Then the second rank's policy drifts apart before another sync, whose error is reported. In "mixture": runs of the
+    checkpoint of that name, see `best_and_resumed`.
     """
     resumed = train(Path(resume).parents[1], checkpoint, resume=resume, **flags)
     trainer = make_trainer(folder, checkpoint, **flags)
@@ -91,8 +92,8 @@ def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **fl
     try:
         trainer.vllm_generation.sync_weights()
     except RuntimeError as error:
-        return report | {"drift": str(error), "drift_failures": trainer.vllm_generation.audit_failures}
-    return report
+        report |= {"drift": str(error), "drift_failures": trainer.vllm_generation.audit_failures}
+    return report | {"mixture": best_and_resumed(folder / "mixture", mixture)}
 
 
 def best_and_resumed(folder: Path, checkpoint: str, **flags) -> dict:
@@ -112,8 +113,6 @@ def best_and_resumed(folder: Path, checkpoint: str, **flags) -> dict:
     noted_again = noted_weights(again)
     again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-1"))
     return {
-        "ranks": first.accelerator.num_processes,
-        "distributed_type": first.accelerator.distributed_type.value,
         "best": score,
         "lost": differing(found, noted[1]),
         "not resumed": differing(noted_again[3], noted[3]),
@@ -154,10 +153,10 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def train_and_lora(
-    folder: Path, checkpoint: str, lora: dict, lora_flags: dict, base_flags: dict | None = None, **flags
+    folder: Path, checkpoint: str, mixture: str, lora: dict, lora_flags: dict, base_flags: dict | None = None, **flags
 ) -> dict:
-    """Runs one after another, the last with adapters: its report is in "lora"; before it one with adapters on a shared
-    base, if there are flags for it: "base".
+    """Runs one after another, also with adapters: the report is in "lora"; with adapters on a shared base, if there
+    are flags for it: "base"; and of another checkpoint, see `best_and_resumed`: "mixture".
 
     After the first, a rank fails in syncs ("failures"), then the policy is exported in FP8, and a fresh engine loads
     that ("fresh").
@@ -176,7 +175,8 @@ def train_and_lora(
     engines.shutdown(first.vllm_generation.llm)
     if base_flags:
         report["base"] = shared_base(folder / "base", checkpoint, lora | {"target_modules": TARGETS}, **base_flags)
-    return report | {"lora": train(folder / "lora", checkpoint, lora, **lora_flags)}
+    report["lora"] = train(folder / "lora", checkpoint, lora, **lora_flags)
+    return report | {"mixture": best_and_resumed(folder / "mixture", mixture, use_cpu=False, bf16=False)}
 
 
 def shared_base(folder: Path, checkpoint: str, lora: dict, **flags) -> dict:
