@@ -3,14 +3,13 @@
 Fork it before the process starts an engine of its own, whose process groups it would inherit.
 """
 
-import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from trl_fp8.engine.vllm_server.client import Control
 from trl_fp8.engine.vllm_server.server_process import guarded, server_arguments
 from trl_fp8.upstream.vllm import forget_choices, inspect_engine_class
 
-from .processes import alone, free_port
+from .processes import fork, free_port
 
 
 @dataclass
@@ -92,10 +91,7 @@ def start(
     words += ["--distributed-executor-backend", "uni" if recipe_flags.get("tensor_parallel_size", 1) == 1 else "mp"]
     environment |= guarded(server.token, str(folder), wait)
     inspect_engine_class(tuple(AutoConfig.from_pretrained(model).architectures))
-    gc.collect()
-    server.pid = os.fork()
-    if server.pid == 0:
-        _serve(words, environment, server.log, plant)
+    server.pid = fork(partial(_serve, words, environment, plant), server.log)
     end = time.monotonic() + 240
     while True:
         if os.waitpid(server.pid, os.WNOHANG)[0]:
@@ -120,31 +116,13 @@ def running(model: str, folder: Path, **options) -> Iterator[ForkedServer]:
         server.end()
 
 
-def _serve(words: list[str], environment: dict[str, str], log: Path, plant: Callable[[], None]) -> None:
-    """Become the server. Never returns: what stands above in this process's stack is the test's."""
-    try:
-        os.setsid()
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", buffering=1)
-        sys.stderr = sys.__stderr__ = os.fdopen(2, "w", buffering=1)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.alarm(0)
-        inherited = alone()
-        os.environ.clear()
-        os.environ.update(inherited | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-        forget_choices()
-        plugins.plugins_loaded = True  # loaded without the switch
-        plugin.register()
-        # vLLM's CPU platform would spawn processes, which import everything again
-        multiproc_executor.get_mp_context = engine_utils.get_mp_context = lambda: get_context("fork")
-        plant()
-        uvloop.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args(words)))
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os._exit(0)
+def _serve(words: list[str], environment: dict[str, str], plant: Callable[[], None]) -> None:
+    """Serve until a signal ends the process."""
+    os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    forget_choices()
+    plugins.plugins_loaded = True  # loaded without the switch
+    plugin.register()
+    # vLLM's CPU platform would spawn processes, which import everything again
+    multiproc_executor.get_mp_context = engine_utils.get_mp_context = lambda: get_context("fork")
+    plant()
+    uvloop.run(run_server(make_arg_parser(FlexibleArgumentParser()).parse_args(words)))
