@@ -20,7 +20,7 @@ from testing import published
 from trl_fp8.quantization.codec.blockwise import Destination, quantize_into, quantize_weight
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.formats import TENSOR
+from trl_fp8.quantization.formats import BLOCKS, TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync import shards
 from trl_fp8.sync.pieces import Layout, Piece, Span
@@ -346,12 +346,12 @@ def test_rows_are_dealt_as_fsdp2_deals_them(count, ranks):
     ],
 )
 def test_which_weights_can_be_quantized_in_parts(shape, ranks, codes_and_scales):
-    found = rows_of_codes(shape, ranks, BLOCK)
+    found = rows_of_codes(shape, ranks, BLOCKS)
     assert (found and tuple(part.each for part in found)) == codes_and_scales
 
 
 def test_one_scale_for_a_weight_is_not_made_in_parts():
-    assert rows_of_codes((1024, 256), 2, None) is None
+    assert rows_of_codes((1024, 256), 2, TENSOR) is None
 
 
 @pytest.mark.parametrize("shape", [(4, 1024, 2048), (2048, 1024), (256, 128), (6, 256, 128)])
@@ -379,7 +379,7 @@ def test_bytes_gathered_of_qwen3_8b_are_those_of_the_page(ranks):
     recipe, sent, gathers, whole = recipe_for_model(policy), 0, 0, 0
     for name, parameter in policy.named_parameters():
         whole += 4 * parameter.numel()
-        if name in recipe.fp8_tensors and rows_of_codes(parameter.shape, ranks, recipe.format.weight_block):
+        if name in recipe.fp8_tensors and rows_of_codes(parameter.shape, ranks, recipe.format):
             sent, gathers = sent + recipe.format.weight_bytes(parameter.shape), gathers + 2
         else:
             sent, gathers = sent + 2 * parameter.numel(), gathers + 1

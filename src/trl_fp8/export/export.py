@@ -1,7 +1,7 @@
 """FP8 checkpoints: what the engine was sent, as files that vLLM and transformers load.
 
     folder/
-      model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too), others BF16
+      model-00001-of-00003.safetensors   e4m3 `weight` with its scales (of each expert too), others BF16
       model.safetensors.index.json       name -> file
       config.json                        with `quantization_config`: the format, exact names of what is not FP8
       checksums.json                     file -> SHA-256, see `file_checksums.py`

@@ -12,12 +12,12 @@ from torch import nn
 from transformers import AutoConfig, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel, ProcessorMixin
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.formats import format_stored
+from trl_fp8.quantization.formats import BLOCKS, format_stored
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import expert_modules
 
 
-_SCALES = "weight_scale_inv", "_scales"  # ends of the names of scales in FP8 and in MXFP4 checkpoints
+_SCALES = BLOCKS.scale_attribute, "_scales"  # ends of the names of scales in FP8 and in MXFP4 checkpoints
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

@@ -23,6 +23,7 @@ COLUMN_STEP = 0x1E3779B97F4A7C15
 
 ScaleFormat = Literal["pow2", "fp32"]
 SCALE_FORMATS: tuple[ScaleFormat, ...] = ("pow2", "fp32")
+SCALE_BYTES = {"float32": 4}  # by `FormatSpec.scale_dtype`
 
 
 class ActivationScaling(NamedTuple):
@@ -60,6 +61,11 @@ class FormatSpec:
     readers: str  # who loads a checkpoint, for its model card
     linear_backend: str | None = None  # vLLM's on CUDA; None: the fastest on the GPU (engine/vllm/gemms.py)
     gemm_backends: tuple[str, ...] = ("fake_quant",)  # values of fp8_gemm_backend that compute with the format
+    gradient_group: int = BLOCK  # elements of a gradient, or of an activation along the tokens, that share a scale
+    scale_dtype: str = "float32"  # torch's name of the dtype in which engines and checkpoints hold a scale
+    quant_method: str = "fp8"  # name of the format in a checkpoint's config.json
+    kept_key: str = "modules_to_not_convert"  # entry of that config that names the modules in high precision
+    weight_transposed: bool = False  # vLLM holds the weight as `[K, N]`
     why_no_experts: str | None = None  # why experts stay in high precision; None: they need not
     why_no_start: str | None = None  # why no policy can start from such a checkpoint, after "with"; None: it can
 
@@ -73,9 +79,18 @@ class FormatSpec:
 
     @property
     def quantization_config(self) -> dict:
-        """Return the entry of a checkpoint's config.json that vLLM's `Fp8Config` reads."""
+        """Return the entry of a checkpoint's config.json by which vLLM knows the format."""
         blocks = {"weight_block_size": list(self.weight_block)} if self.weight_block else {}
-        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | blocks
+        return {"quant_method": self.quant_method, "fmt": "e4m3", "activation_scheme": "dynamic"} | blocks
+
+    @property
+    def scale_attribute(self) -> str:
+        """Return the name of the parameter of vLLM's linear layers that holds the scales."""
+        return f"weight{self.scale_suffix}"
+
+    @property
+    def scale_bytes(self) -> int:
+        return SCALE_BYTES[self.scale_dtype]
 
     def fits(self, rows: float, columns: float) -> bool:
         """Return whether an engine can hold a shard of this size."""
@@ -86,9 +101,13 @@ class FormatSpec:
         rows, columns = self.weight_block or shape[-2:]
         return *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)
 
+    def held_scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales as an engine holds them: the one of a whole weight has no dims."""
+        return self.scale_shape(shape) if self.weight_block else ()
+
     def weight_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a weight `[..., N, K]` with its scales: one per element, four per scale."""
-        return prod(shape) + 4 * prod(self.scale_shape(shape))
+        """Return the bytes of a weight `[..., N, K]` with its scales; an element takes one."""
+        return prod(shape) + self.scale_bytes * prod(self.scale_shape(shape))
 
 
 # The format of DeepSeek-V3
@@ -131,6 +150,7 @@ TENSOR = FormatSpec(
     kernels=("ReferenceFp8TensorKernel", "CutlassFP8ScaledMMLinearKernel"),
     readers="vLLM reads it as it is.",
     linear_backend="cutlass",
+    weight_transposed=True,
     why_no_experts="vLLM quantizes the input of per-tensor FP8 experts with one scale per batch",
     why_no_start=(
         "one scale per weight (no weight_block_size in its config), which transformers reads without its scales"

@@ -129,7 +129,7 @@ class FP8Recipe:
 
     @property
     def quantization_config(self) -> dict | None:
-        """Return the checkpoint's `quantization_config` for vLLM's `Fp8Config`; None if nothing is FP8."""
+        """Return the checkpoint's `quantization_config`, which vLLM reads; None if nothing is FP8."""
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # Also if only the KV cache is FP8: without this config vLLM's attention has no loadable q, k and v scales.
@@ -137,7 +137,7 @@ class FP8Recipe:
         ignored = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
         if family_of(self.model_type).fuses_unsaid:
             ignored |= dict.fromkeys(map(fused_name, ignored))
-        return self.format.quantization_config | {"modules_to_not_convert": [*ignored]}
+        return self.format.quantization_config | {self.format.kept_key: [*ignored]}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:

@@ -7,6 +7,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.codec.weights import scale_dtype
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.messages import listed
@@ -65,7 +66,7 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
         fp8 = name in recipe.fp8_tensors
         sent[recipe.engine_name(name)] = shape, E4M3 if fp8 else None
         if fp8:
-            sent[recipe.scale_name(name)] = recipe.format.scale_shape(shape), torch.float32
+            sent[recipe.scale_name(name)] = recipe.format.scale_shape(shape), scale_dtype(recipe.format)
     unknown = [name for name in sent if name not in layout.pieces]
     differences = {name: _other_form(layout, name, *form) for name, form in sent.items() if name in layout.pieces}
     other = [f"{name} {difference}" for name, difference in differences.items() if difference is not None]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trl_fp8.quantization.codec.blockwise import Destination, quantize_into
 from trl_fp8.quantization.codec.weights import joined_halves
+from trl_fp8.quantization.formats import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout
@@ -49,13 +50,14 @@ class Rows:
         return slice(min(self.each * rank, self.count), min(self.each * (rank + 1), self.count))
 
 
-def rows_of_codes(shape: Sequence[int], ranks: int, block: tuple[int, int] | None) -> tuple[Rows, Rows] | None:
+def rows_of_codes(shape: Sequence[int], ranks: int, spec: FormatSpec) -> tuple[Rows, Rows] | None:
     """Return how ranks share the rows (first dim) of a weight's codes and of its scales, if each can quantize a part.
 
-    None if they cannot, because shards split blocks.
+    None if they cannot, because shards split blocks, or because rows of scales are no whole words, of which checksums
+    of parts would add up to that of the whole.
     """
-    rows = Rows(shape[0], ranks)
-    if block is None or len(shape) < 2:
+    rows, block = Rows(shape[0], ranks), spec.weight_block
+    if block is None or len(shape) < 2 or spec.scale_shape(shape)[-1] * spec.scale_bytes % 4:
         return None
     if len(shape) > 2:
         return rows, rows
@@ -212,8 +214,7 @@ def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> l
     dtype = piece.dtype if piece else parameter.local.dtype
     if name in recipe.fp8_tensors:
         dtype = torch.bfloat16  # unless each rank can quantize its rows
-        block = recipe.format.weight_block if recipe.tensor_parallel_size == 1 else None
-        rows = rows_of_codes(shape, ranks, block)
+        rows = rows_of_codes(shape, ranks, recipe.format) if recipe.tensor_parallel_size == 1 else None
         if piece and rows:
             # Only these two pieces: `Layout.held` would look up all parameters, for each weight
             both = piece.of_engine(), layout.pieces[recipe.scale_name(name)].of_engine()

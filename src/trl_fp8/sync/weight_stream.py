@@ -1,6 +1,6 @@
 """The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names.
 
-FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
+FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, and its scales under the name of the format
 any other    -> rounded to BF16, or, where an engine holds it in FP32, as it is
 buffers      -> as they are
 last: "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales

@@ -18,7 +18,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.codec.blockwise import Destination, dequantize_weight, first_rows, quantize_into
 from trl_fp8.quantization.codec.digest import digests_of_sent
-from trl_fp8.quantization.codec.weights import as_blocks, common_amax, dead_scale, held_weight
+from trl_fp8.quantization.codec.weights import as_blocks, common_amax, dead_scale, held_weight, stored_scale
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout
@@ -68,7 +68,8 @@ class Writer:
                 self._note(name, parameter.own, parameter.sums)
             elif isinstance(parameter, Float8Tensor):
                 for name, codes in weights.items():
-                    for engine_name, tensor in zip(self._names(name), (codes.qdata, codes.scale), strict=True):
+                    stored = codes.qdata, stored_scale(codes, self._recipe.format)
+                    for engine_name, tensor in zip(self._names(name), stored, strict=True):
                         self._copy(engine_name, tensor)
                     self.fp8_weights += 1
             elif self._recipe.fp8_tensors.issuperset(weights):

@@ -36,8 +36,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.codec.weights import quantize_as_engine, quantize_fused
-from trl_fp8.quantization.formats import FormatSpec, ScaleFormat
+from trl_fp8.quantization.codec.weights import quantize_as_engine, quantize_fused, scale_dtype, stored_scale
+from trl_fp8.quantization.formats import BLOCK, FormatSpec, ScaleFormat
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -78,8 +78,8 @@ class Gemm:
     def check(self) -> None:
         """Raise if it cannot be used: `ValueError` if it is not meant for this device, any other error if it fails."""
         generator = torch.Generator().manual_seed(0)
-        weight = _uneven(*CHECKED, generator).to(self.device)
-        x = _uneven(CHECKED_ROWS[-1], CHECKED[1], generator).to(self.device)
+        weight = self._uneven(*CHECKED, generator)
+        x = self._uneven(CHECKED_ROWS[-1], CHECKED[1], generator)
         kernel, layer = self.kernel_and_layer(CHECKED)
         if self.batch_invariant and isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
             raise ValueError(
@@ -112,7 +112,7 @@ class Gemm:
             self._require_batch_invariant(kernel, layer)
 
     def _require_batch_invariant(self, kernel: Any, layer: "_Layer") -> None:
-        x = _uneven(300, CHECKED[1], torch.Generator().manual_seed(1)).to(self.device)
+        x = self._uneven(300, CHECKED[1], torch.Generator().manual_seed(1))
         whole = kernel.apply_weights(layer, x)
         for rows in INVARIANT_ROWS:
             if differ := int((kernel.apply_weights(layer, x[:rows]) != whole[:rows]).sum()):
@@ -120,6 +120,13 @@ class Gemm:
                     f"{differ} of {rows * CHECKED[0]} outputs of {rows} rows differ in a batch of {len(x)}; "
                     "a trainer that shares the kernel needs the same bits"
                 )
+
+    def _uneven(self, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+        """Return BF16 numbers whose magnitude differs between blocks, so that an exchange of scales shows."""
+        height, width = self.spec.weight_block or (BLOCK, BLOCK)
+        factors = torch.exp2(torch.randint(4, (-(-rows // height), columns // width), generator=generator).float())
+        spread = factors.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)
+        return (torch.randn(rows, columns, generator=generator) * spread).bfloat16().to(self.device)
 
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
@@ -150,24 +157,24 @@ class Gemm:
 
 
 class _Layer(nn.Module):
-    """A linear layer of random codes, as vLLM's kernels see it. A weight with a single scale is stored transposed."""
+    """A linear layer of random codes, as vLLM's kernels see it."""
 
     def __init__(self, shape: Shape, spec: FormatSpec, device: torch.device):
         super().__init__()
+        self.spec = spec
         self.output_size_per_partition, self.input_size_per_partition = shape
         self.weight_block_size = spec.weight_block and list(spec.weight_block)
         self.input_scale = None
         codes = torch.randint(0x7F, shape, dtype=torch.uint8, device=device).view(E4M3)  # all are finite
-        blocks = spec.scale_shape(shape) if spec.weight_block else ()
-        self.weight = nn.Parameter(codes if spec.weight_block else codes.t(), requires_grad=False)
-        self.scale_name = f"weight{spec.scale_suffix}"
-        self.register_parameter(self.scale_name, nn.Parameter(torch.ones(blocks, device=device), requires_grad=False))
+        self.weight = nn.Parameter(codes.t() if spec.weight_transposed else codes, requires_grad=False)
+        scale = torch.ones(spec.held_scale_shape(shape), dtype=scale_dtype(spec), device=device)
+        self.register_parameter(spec.scale_attribute, nn.Parameter(scale, requires_grad=False))
 
     def write(self, codes: Float8Tensor) -> None:
         """Write codes and scales as a sync does."""
-        self.weight.copy_(codes.qdata if self.weight_block_size else codes.qdata.t())
-        scale = getattr(self, self.scale_name)
-        scale.copy_(codes.scale.view(scale.shape))
+        self.weight.copy_(codes.qdata.t() if self.spec.weight_transposed else codes.qdata)
+        scale = getattr(self, self.spec.scale_attribute)
+        scale.copy_(stored_scale(codes, self.spec).view(scale.shape))
 
 
 def replayed_seconds(call: Callable[[], object]) -> float:
@@ -293,13 +300,6 @@ def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mappin
         for rows in sorted({rows for _, rows, _ in times}):
             lines.append([layers, n, k, rows, *(f"{1e6 * times[each.name, rows, (n, k)]:.1f}" for each in candidates)])
     return "\n".join("".join(f"{cell:>12}" for cell in line) for line in lines)
-
-
-def _uneven(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """Return BF16 numbers whose magnitude differs between blocks, so that an exchange of scales shows."""
-    factors = torch.exp2(torch.randint(4, (-(-rows // 128), columns // 128), generator=generator).float())
-    spread = factors.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
-    return (torch.randn(rows, columns, generator=generator) * spread).bfloat16()
 
 
 def find_nvcc() -> bool:

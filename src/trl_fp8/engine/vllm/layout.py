@@ -22,18 +22,17 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from trl_fp8.quantization.codec.kv_scales import QKV
 from trl_fp8.quantization.codec.weights import held_weight
-from trl_fp8.quantization.formats import BLOCKS, FORMATS, FormatSpec
+from trl_fp8.quantization.formats import BLOCKS, FormatSpec
 from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
+
+from .numerics import linear_format
 
 
 # Checkpoint module, rows of it, columns of it, row offset in the engine's parameter
 Shard = tuple[str, Span | Joined | None, Span | None, int]
 SCALES = tuple(f"_{which}_scale" for which in QKV)  # of vLLM's attention modules
-# Parameters of a linear that hold the scales of its blocks, and the one of a whole weight
-BLOCK_SCALES = {f"weight{spec.scale_suffix}" for spec in FORMATS.values() if spec.weight_block}
-WHOLE_SCALES = {f"weight{spec.scale_suffix}" for spec in FORMATS.values() if not spec.weight_block}
 SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module itself
 
 
@@ -101,7 +100,7 @@ def _why_packed(module: nn.Module) -> str | None:
         if not as_loaded:
             return f"experts are packed or shuffled for {backend}"
         config = getattr(method, "moe_quant_config", None)
-        for number, kind in product((0, 1), (("scale", f"weight{BLOCKS.scale_suffix}"), ("bias", "bias"))):
+        for number, kind in product((0, 1), (("scale", BLOCKS.scale_attribute), ("bias", "bias"))):
             read = getattr(config, f"w{number + 1}_{kind[0]}", None)
             written = f"{HELD[number]}_{kind[1]}"
             if read is not None and read.data_ptr() != getattr(module, written).data_ptr():
@@ -113,7 +112,7 @@ def _why_packed(module: nn.Module) -> str | None:
 
 
 def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
-    dtype = getattr(module, attribute).dtype
+    dtype, spec = getattr(module, attribute).dtype, linear_format(module)
     if isinstance(module, RoutedExperts) and attribute.partition("_")[0] in HELD:
         yield _expert_piece(prefix, module, attribute, dtype)
         return
@@ -123,33 +122,34 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
         yield Piece(f"{prefix}.{attribute}", module, attribute, dtype, sent=(span,))
         return
     for name, rows, columns, offset in parts:
-        if (rows is None and columns is None) or attribute in WHOLE_SCALES:
+        is_scale = spec is not None and attribute == spec.scale_attribute
+        if (rows is None and columns is None) or (is_scale and not spec.weight_block):
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
         sent = rows, columns
         in_engine = Span(offset, rows.size) if rows else None, None
-        if attribute in BLOCK_SCALES:
-            sent = _scale_spans(sent, module)
-            in_engine = _scale_spans(in_engine, module)
+        if is_scale:
+            sent = _scale_spans(sent, spec)
+            in_engine = _scale_spans(in_engine, spec)
         if attribute == "bias":
             sent, in_engine = sent[:1], in_engine[:1]
-        per_tensor = getattr(getattr(module, "quant_method", None), "block_quant", True) is False
+        has_transposed = spec is not None and spec.weight_transposed
         equal = None
-        if not per_tensor and _splits_equal_parts(rows, module):
+        if not has_transposed and _splits_equal_parts(rows, module):
             # Gate and up of 512 rows each, on rank 0 of 2: the checkpoint's [1024, K] is viewed as [2, 512, K], of
             # which this rank has [:, 0:256]. A view of it equals the parameter [512, K] viewed as [2, 256, K]
             equal = 0, len(rows.parts)
             sent = None, sent[0].parts[0], *sent[1:]
             in_engine = ()
-        transposed = per_tensor and attribute == "weight"
+        transposed = has_transposed and attribute == "weight"
         yield Piece(
             f"{name}.{attribute}", module, attribute, dtype, sent, in_engine, equal=equal, transposed=transposed
         )
 
 
-def _scale_spans(spans: tuple[Span | Joined | None, ...], module: nn.Module) -> tuple[Span | Joined | None, ...]:
-    """Return the spans of a weight's scales, one for each of the module's blocks."""
-    blocks = zip(spans, module.weight_block_size, strict=True)
+def _scale_spans(spans: tuple[Span | Joined | None, ...], spec: FormatSpec) -> tuple[Span | Joined | None, ...]:
+    """Return the spans of a weight's scales, one for each of the format's blocks."""
+    blocks = zip(spans, spec.weight_block, strict=True)
     return tuple(span.blocks(block) if span is not None else None for span, block in blocks)
 
 

@@ -1,6 +1,6 @@
 """The FP8 layers and attention layers of a started vLLM: how they compute, and whether a sync can write them.
 
-A sync writes e4m3 codes `[N, K]` and FP32 scales, one for each block, into a layer's own parameters, and nothing
+A sync writes e4m3 codes `[N, K]` and scales, one for each block, into a layer's own parameters, and nothing
 converts them afterwards. So a layer has to store them in this order, and its kernel has to read them anew in each
 call. `require_auditable` checks both after the start of an engine.
 """
@@ -16,11 +16,13 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.codec.weights import scale_dtype
 from trl_fp8.quantization.formats import (
     ACTIVATION_AMAX_FLOOR,
     FLOORED_SCALE_AMAX,
     FORMATS,
     ActivationScaling,
+    FormatSpec,
     format_stored,
 )
 from trl_fp8.recipe.messages import listed
@@ -90,8 +92,20 @@ def kernel_scaling(kernel: object, rows: int = SMALL_BATCH) -> ActivationScaling
 
 
 def _kernels(model: nn.Module) -> list:
-    methods = [module.quant_method for module in model.modules() if isinstance(module, LinearBase)]
-    return [method.fp8_linear for method in methods if getattr(method, "fp8_linear", None) is not None]
+    kernels = map(fp8_kernel, model.modules())
+    return [kernel for kernel in kernels if kernel is not None]
+
+
+def fp8_kernel(module: nn.Module) -> object | None:
+    """Return the kernel of one of vLLM's FP8 linears; None for any other module."""
+    if not isinstance(module, LinearBase):
+        return None
+    return getattr(module.quant_method, "fp8_linear", None)
+
+
+def linear_format(module: nn.Module) -> FormatSpec | None:
+    """Return the format of one of vLLM's FP8 linears; None for any other module, and if no format is like it."""
+    return None if fp8_kernel(module) is None else format_stored(module.weight_block_size)
 
 
 def require_auditable(model: nn.Module) -> None:
@@ -117,18 +131,16 @@ def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
     if spec is None:
         return f"{name} has blocks of {layer.weight_block_size}, which no format has"
     shape = layer.output_size_per_partition, layer.input_size_per_partition
-    weight, scale = _meta(E4M3, *shape), _meta(torch.float32, *spec.scale_shape(shape))
-    if spec.weight_block is None:  # vLLM keeps the weight transposed, and its scale without dims
-        weight, scale = weight.t(), _meta(torch.float32)
-    expected = {"weight": weight, f"weight{spec.scale_suffix}": scale}
+    weight, scale = _meta(E4M3, *shape), _meta(scale_dtype(spec), *spec.held_scale_shape(shape))
+    expected = {"weight": weight.t() if spec.weight_transposed else weight, spec.scale_attribute: scale}
     return _why_not_as_sent(name, layer, expected) or _why_not_known(name)
 
 
 def _why_unverifiable(module: nn.Module) -> str | None:
     """Return why a sync cannot write to a layer; None if it can, or if the layer is not FP8."""
     method = getattr(module, "quant_method", None)
-    if isinstance(module, LinearBase) and getattr(method, "fp8_linear", None) is not None:
-        return why_linear_unverifiable(method.fp8_linear, module)
+    if (kernel := fp8_kernel(module)) is not None:
+        return why_linear_unverifiable(kernel, module)
     if isinstance(module, RoutedExperts) and isinstance(method, Fp8MoEMethod):
         name = str(method.fp8_backend)
         if reason := _why_not_known(name):  # first: unknown kernels may hold weights of other dimensions
@@ -137,7 +149,7 @@ def _why_unverifiable(module: nn.Module) -> str | None:
         expected = {}
         for weight in (f"{fused}_weight" for fused in HELD):
             shape = getattr(module, weight).shape
-            scale = _meta(torch.float32, *spec.scale_shape(shape))
+            scale = _meta(scale_dtype(spec), *spec.scale_shape(shape))
             expected |= {weight: _meta(E4M3, *shape), f"{weight}{spec.scale_suffix}": scale}
         return _why_not_as_sent(name, module, expected)
     return None

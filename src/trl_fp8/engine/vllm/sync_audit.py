@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from trl_fp8.quantization.codec.digest import digest
-from trl_fp8.quantization.codec.weights import quantize_fused
+from trl_fp8.quantization.codec.weights import quantize_fused, stored_scale
 from trl_fp8.recipe.from_model import of_adapter, persistent_buffers
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import checkpoint_name
@@ -193,7 +193,7 @@ class SyncAuditCallback(TrainerCallback):
                     weights, quantize_fused(rounded, recipe.format, recipe.scale_format), strict=True
                 ):
                     yield recipe.engine_name(name), codes.qdata, None
-                    yield recipe.scale_name(name), codes.scale, None
+                    yield recipe.scale_name(name), stored_scale(codes, recipe.format), None
             else:
                 for name, weight in weights.items():
                     yield recipe.engine_name(name), weight, bases.pop(name, None)

@@ -217,7 +217,7 @@ class StagedEngine:
             engine_name = recipe.engine_name(name)
             forms[engine_name] = self._described["tensors"][engine_name], list(shape)
             if name in recipe.fp8_tensors:
-                forms[recipe.scale_name(name)] = "float32", list(recipe.format.scale_shape(shape))
+                forms[recipe.scale_name(name)] = recipe.format.scale_dtype, list(recipe.format.scale_shape(shape))
         return forms
 
     def kv_scales(self) -> StagedScales:

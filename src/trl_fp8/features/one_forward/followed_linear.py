@@ -9,7 +9,7 @@ never keeps a copy of the weight. Under LoRA the engine holds the sum of base an
 base that it shares with the policy. In the second case W is that base, dequantized for the backward.
 
 With `fp8_backward="fp8"` the operands of both GEMMs are rounded to e4m3: weights as their format says
-(`quantization.formats`), the others in groups of 128 along the dim that the GEMM contracts. Flag fp8_gemm_backend says
+(`quantization.formats`), the others in groups along the dim that the GEMM contracts. Flag fp8_gemm_backend says
 how two quantized operands are multiplied:
 
 - `fake_quant` multiplies the dequantized operands, on any device. With power-of-two scales they are exact in BF16, so
@@ -62,8 +62,9 @@ class BackwardPrecision:
 
     @torch.no_grad()
     def quantize_for_backward(self, values: Tensor) -> Float8Tensor:
-        """Return Q of a backward operand, in groups of 128 along the last dim, as if zero-padded to whole groups."""
-        return quantize_activation(values, self.operand_scale_format, amax_floor=GRADIENT_AMAX_FLOOR)
+        """Return Q of a backward operand, in groups along the last dim, as if zero-padded to whole groups."""
+        options = {"group": self.format.gradient_group, "amax_floor": GRADIENT_AMAX_FLOOR}
+        return quantize_activation(values, self.operand_scale_format, **options)
 
     def gemm(self, a: Float8Tensor, b: Float8Tensor) -> Tensor:
         """Return `a @ b.T` `[M, N]`, at least in BF16; `a` has 1x128 scales, `b` 128x128 or 1x128 scales."""
@@ -212,7 +213,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: Bac
     if scale is None:
         dtype = gemm_dtype(dy.device)
         return dy.to(dtype).t().mm(x.reshape(-1, x.shape[-1]).to(dtype))
-    along_tokens = _float8(x, scale, [1, BLOCK])
+    along_tokens = _float8(x, scale, [1, precision.format.gradient_group])
     return precision.gemm(precision.quantize_for_backward(dy.t()), along_tokens)
 
 

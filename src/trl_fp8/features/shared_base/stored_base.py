@@ -26,7 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.formats import BLOCK, BLOCKS
+from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import WRAPPED, WRAPPED_OTHERWISE, published_names
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -156,14 +156,13 @@ class StoredWeight:
         """Read the weight; `opened` are `files` by name."""
         if not self.scales:
             return self._whole(self.parts, self.shape, _HIGH_PRECISION[self.checkpoint[self.parts[0]].dtype], opened)
-        block = [1] * (len(self.shape) - 2) + [BLOCK, BLOCK]
+        block = [1] * (len(self.shape) - 2) + list(BLOCKS.weight_block)
         codes = self._whole(self.parts, self.shape, E4M3, opened)
         return Float8Tensor(codes, self.scale(opened), block_size=block, dtype=torch.bfloat16)
 
     def scale(self, opened: Opened) -> Tensor:
         """Read the scales of its blocks, fp32, in which BF16 is exact."""
-        *experts, rows, columns = self.shape
-        return self._whole(self.scales, (*experts, rows // BLOCK, columns // BLOCK), torch.float32, opened)
+        return self._whole(self.scales, BLOCKS.scale_shape(self.shape), torch.float32, opened)
 
     def _whole(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, opened: Opened) -> Tensor:
         tensors = (opened[self.checkpoint[name].file].get_tensor(name) for name in names)
@@ -180,7 +179,7 @@ class StoredWeight:
         columns = self.shape[-1]
         first = self.checkpoint[self.parts[0]]
         dtype = first.dtype
-        scale_shape = rows // BLOCK, columns // BLOCK
+        scale_shape = BLOCKS.scale_shape((rows, columns))
         for part in self.parts:
             found = self.checkpoint[part]
             if found[1:] != (dtype, (rows, columns)) or dtype not in (_CODES, *_HIGH_PRECISION):

@@ -2,7 +2,7 @@
 
 One scale per block keeps an outlier's damage inside its block, and 128x128 blocks are the layout that vLLM's FP8
 linears, DeepGEMM and the DeepSeek-V3 checkpoints share (arXiv 2412.19437, section 3.3). The result is torchao's
-`Float8Tensor`: `qdata` holds the codes and `scale` is what checkpoints call `weight_scale_inv`.
+`Float8Tensor`: `qdata` holds the codes and `scale` the numbers that dequantize by multiplication, in FP32.
 
 torchao's own `Float8Tensor.from_hp` takes the scale in the input's dtype, turns an all-zero block into NaN, refuses
 ragged shapes, has no power-of-two scales, and needs 8.5 times the weight in temporary memory. On aligned weights with
@@ -199,7 +199,8 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
 
     `dtype` is by default the dtype that was quantized. BF16 is exact for power-of-two scales.
     """
-    blocks = tuple(size for size in tensor.block_size if size > 1)
+    leading = next((dim for dim, size in enumerate(tensor.block_size) if size > 1), -1)
+    blocks = tuple(tensor.block_size[leading:])
     if casts_in_hardware(tensor.qdata.device) and set(blocks) == {BLOCK}:
         from trl_fp8.quantization.kernels.block_kernels import dequantize_blocks
 

@@ -64,8 +64,13 @@ def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> F
 
 
 def stored_scale(codes: Float8Tensor, spec: FormatSpec) -> torch.Tensor:
-    """Return the scales of a quantized weight in the shape that checkpoints have."""
-    return codes.scale if spec.weight_block else codes.scale.view(1)
+    """Return the scales of a quantized weight in the shape and dtype that checkpoints have."""
+    return (codes.scale if spec.weight_block else codes.scale.view(1)).to(scale_dtype(spec))
+
+
+def scale_dtype(spec: FormatSpec) -> torch.dtype:
+    """Return the dtype in which engines and checkpoints hold the format's scales."""
+    return getattr(torch, spec.scale_dtype)
 
 
 def dead_scale(spec: FormatSpec, scale_format: ScaleFormat) -> float:
