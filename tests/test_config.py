@@ -95,6 +95,10 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
             {"fp8_weight_format": "tensor", "fp8_weights": False},
             ["fp8_weight_format='tensor' with fp8_weights=False", "remove it"],
         ),
+        (
+            {"fp8_weight_format": "mxfp8", "fp8_scale_format": "fp32"},
+            ["fp8_scale_format='fp32'", "'mxfp8'", "Use ['pow2']"],
+        ),
         ({"fp8_weight_format": "rows"}, ["fp8_weight_format='rows'", "'tensor'"]),
         ({"fp8_scale_format": "ue8m0"}, ["fp8_scale_format='ue8m0'", "'pow2'"]),
         ({"kv_scale_margin": 0.9}, ["kv_scale_margin=0.9", "would not fit", "1.05"]),

@@ -18,7 +18,7 @@ from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platform import Cpu, Cuda, platform_of
 from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
-from trl_fp8.quantization.formats import TENSOR
+from trl_fp8.quantization.formats import MXFP8, TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
@@ -104,6 +104,18 @@ def test_linears_are_left_to_what_is_measured():
     assert replace(HOPPER, capability=(10, 0)).linear_backends(RECIPE) == ("cutlass", "deep_gemm", "triton")
     assert HOPPER.linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("cutlass",)
     assert Cpu().linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("auto",)
+
+
+def test_mxfp8_starts_with_blackwell():
+    recipe = FP8Recipe(fp8_modules=("a",), format=MXFP8)
+    for gpu in (ADA, HOPPER):
+        capability = ".".join(map(str, gpu.capability))
+        with pytest.raises(ValueError, match=f"'mxfp8' on a GPU of compute capability {capability}.*starts with 10.0"):
+            arguments(recipe, gpu)
+    for gpu in (Cuda((10, 0), 4), Cuda((12, 0), 2)):
+        assert gpu.linear_backends(recipe) == ("flashinfer_cutlass",)
+        assert arguments(recipe, gpu)["hf_overrides"]["quantization_config"]["quant_method"] == "mxfp8"
+    assert arguments(FP8Recipe((), format=MXFP8))["kv_cache_dtype"] == "fp8"  # nothing has the format
 
 
 def test_a_trainer_that_shares_kernels_pins_which():

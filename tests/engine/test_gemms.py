@@ -180,8 +180,9 @@ def test_no_rank_takes_a_kernel_that_failed_on_one():
         fastest(ranks[1], SHAPES, [DECODING], lambda values: [1.0] * len(values))
 
 
-@pytest.mark.parametrize("format_name", list(FORMATS))
-@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize(
+    "format_name, scale_format", [(name, each) for name, spec in FORMATS.items() for each in spec.scale_formats]
+)
 def test_the_reference_kernel_passes_the_check(format_name, scale_format):
     register_cpu_kernel()
     reference(format_name, scale_format).check()

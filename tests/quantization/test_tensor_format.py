@@ -94,8 +94,12 @@ def test_nan_and_zeros():
 
 def test_specs_have_the_numbers_of_their_formats():
     blocks = format_named("blocks")
-    assert {name: spec.name for name, spec in FORMATS.items()} == {"blocks": "blocks", "tensor": "tensor"}
-    with pytest.raises(ValueError, match=r"fp8_weight_format='rows' .*\['blocks', 'tensor'\]"):
+    assert {name: spec.name for name, spec in FORMATS.items()} == {
+        "blocks": "blocks",
+        "tensor": "tensor",
+        "mxfp8": "mxfp8",
+    }
+    with pytest.raises(ValueError, match=r"fp8_weight_format='rows' .*\['blocks', 'tensor', 'mxfp8'\]"):
         format_named("rows")
     common = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
     assert TENSOR.quantization_config == common

@@ -20,7 +20,7 @@ from testing import published
 from trl_fp8.quantization.codec.blockwise import Destination, quantize_into, quantize_weight
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.formats import BLOCKS, TENSOR
+from trl_fp8.quantization.formats import BLOCKS, MXFP8, TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync import shards
 from trl_fp8.sync.pieces import Layout, Piece, Span
@@ -352,6 +352,12 @@ def test_which_weights_can_be_quantized_in_parts(shape, ranks, codes_and_scales)
 
 def test_one_scale_for_a_weight_is_not_made_in_parts():
     assert rows_of_codes((1024, 256), 2, TENSOR) is None
+
+
+def test_rows_of_exponents_that_are_no_whole_words_are_not_made_in_parts():
+    """Checksums of their parts would not add up."""
+    assert rows_of_codes((1024, 256), 2, MXFP8) == (Rows(1024, 2), Rows(1024, 2))
+    assert rows_of_codes((1024, 224), 2, MXFP8) is None
 
 
 @pytest.mark.parametrize("shape", [(4, 1024, 2048), (2048, 1024), (256, 128), (6, 256, 128)])

@@ -34,6 +34,7 @@ CASES = {
     "blocks": ("qwen3", {}, {}),
     "fp32 scales": ("qwen3", {}, {"scale_format": "fp32"}),
     "per tensor": ("qwen3", {"intermediate_size": 208}, {"weight_format": "tensor"}),
+    "MXFP8": ("qwen3", {"intermediate_size": 224}, {"weight_format": "mxfp8"}),
     "experts": ("qwen3_moe", {}, {}),
     "other names": ("mixtral", {}, {}),
     "buffers": ("glm4_moe", {}, {}),

@@ -17,13 +17,16 @@ ACTIVATION_AMAX_FLOOR = 1e-10
 # Some kernels floor the scale instead, at 1 / (448 * 512), which is this amax: vLLM's torch path
 # (QuantFP8.forward_native) and its kernel of activation function and quantization (silu_and_mul_per_block_quant)
 FLOORED_SCALE_AMAX = 1 / 512
+# Smallest amax that vLLM's quantizer of MXFP8 (mxfp8_utils.py) makes a scale from: 2^-127 is the smallest e8m0 number
+E8M0_AMAX_FLOOR = 448 * 2.0**-127
 # Checksums (codec/digest.py) multiply word (r, c) by 2 (r + c COLUMN_STEP) + 1: any large odd number that fits into
 # int64
 COLUMN_STEP = 0x1E3779B97F4A7C15
 
+FIRST_CAPABILITY = (8, 9)  # of GPUs that multiply e4m3 numbers: Ada
 ScaleFormat = Literal["pow2", "fp32"]
 SCALE_FORMATS: tuple[ScaleFormat, ...] = ("pow2", "fp32")
-SCALE_BYTES = {"float32": 4}  # by `FormatSpec.scale_dtype`
+SCALE_BYTES = {"float32": 4, "uint8": 1}  # by `FormatSpec.scale_dtype`
 
 
 class ActivationScaling(NamedTuple):
@@ -60,9 +63,13 @@ class FormatSpec:
     kernels: tuple[str, ...]  # vLLM's; they read weight and scales anew in each call, and compute each row by itself
     readers: str  # who loads a checkpoint, for its model card
     linear_backend: str | None = None  # vLLM's on CUDA; None: the fastest on the GPU (engine/vllm/gemms.py)
+    capability: tuple[int, int] = FIRST_CAPABILITY  # of the first GPUs whose tensor cores multiply with the format
+    scale_copies: int = 1  # an engine's copies of the scales
     gemm_backends: tuple[str, ...] = ("fake_quant",)  # values of fp8_gemm_backend that compute with the format
     gradient_group: int = BLOCK  # elements of a gradient, or of an activation along the tokens, that share a scale
-    scale_dtype: str = "float32"  # torch's name of the dtype in which engines and checkpoints hold a scale
+    scale_formats: tuple[ScaleFormat, ...] = SCALE_FORMATS  # values of fp8_scale_format
+    # torch's name of the dtype in which engines and checkpoints hold a scale; "uint8": the exponent of an e8m0 number
+    scale_dtype: str = "float32"
     quant_method: str = "fp8"  # name of the format in a checkpoint's config.json
     kept_key: str = "modules_to_not_convert"  # entry of that config that names the modules in high precision
     weight_transposed: bool = False  # vLLM holds the weight as `[K, N]`
@@ -92,6 +99,15 @@ class FormatSpec:
     def scale_bytes(self) -> int:
         return SCALE_BYTES[self.scale_dtype]
 
+    def require_scale_format(self, scale_format: str) -> None:
+        """Raise `ValueError` for a format of scales that is unknown, or that these weights cannot have."""
+        check_scale_format(scale_format)
+        if scale_format not in self.scale_formats:
+            raise ValueError(
+                f"scale_format={scale_format!r} with weights in the format {self.name!r}, whose scales are "
+                f"{self.scale_dtype} exponents of powers of two. Use {list(self.scale_formats)}, or another format."
+            )
+
     def fits(self, rows: float, columns: float) -> bool:
         """Return whether an engine can hold a shard of this size."""
         return not (rows % self.alignment or columns % self.alignment)
@@ -106,8 +122,8 @@ class FormatSpec:
         return self.scale_shape(shape) if self.weight_block else ()
 
     def weight_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of a weight `[..., N, K]` with its scales; an element takes one."""
-        return prod(shape) + self.scale_bytes * prod(self.scale_shape(shape))
+        """Return an engine's bytes of a weight `[..., N, K]` with its scales; an element takes one."""
+        return prod(shape) + self.scale_copies * self.scale_bytes * prod(self.scale_shape(shape))
 
 
 # The format of DeepSeek-V3
@@ -156,7 +172,33 @@ TENSOR = FormatSpec(
         "one scale per weight (no weight_block_size in its config), which transformers reads without its scales"
     ),
 )
-FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS, TENSOR)}  # by the flag fp8_weight_format
+# OCP's microscaling format with e4m3 elements, which Blackwell's tensor cores multiply. The standard leaves the
+# rounding of a scale to the quantizer. vLLM takes the next power of two above amax / 448, as "pow2" does here, so that
+# nothing saturates (torchao's RCEIL); the standard's example (FLOOR) saturates an amax above 1.75 times a power of two
+MXFP8 = FormatSpec(
+    name="mxfp8",
+    description="e4m3 with a power of two per 32 elements of a row (MXFP8)",
+    help="one power of two per 32 elements of a weight's row and of a token (for Blackwell); experts stay in high "
+    "precision.",
+    weight_block=(1, 32),
+    activation_group=32,
+    weight_amax_floor=WEIGHT_AMAX_FLOOR,
+    scale_suffix="_scale",
+    alignment=32,
+    requirement="have sides that are multiples of 32",
+    kernels=("ReferenceMxfp8Kernel", "FlashInferCutlassMxfp8LinearKernel"),
+    readers="vLLM reads it as it is.",
+    linear_backend="flashinfer_cutlass",
+    capability=(10, 0),
+    scale_copies=2,  # the kernel's, and one in the order of a sync
+    gradient_group=32,
+    scale_formats=("pow2",),
+    scale_dtype="uint8",
+    quant_method="mxfp8",
+    kept_key="ignored_layers",
+    why_no_experts="vLLM's kernels for MXFP8 experts rearrange weights and scales, where a sync cannot write",
+)
+FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS, TENSOR, MXFP8)}  # by the flag fp8_weight_format
 
 
 def format_named(name: str) -> FormatSpec:

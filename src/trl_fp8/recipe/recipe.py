@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats import BLOCKS, FORMATS, FormatSpec, ScaleFormat, format_named
+from trl_fp8.quantization.formats import BLOCKS, FIRST_CAPABILITY, FORMATS, FormatSpec, ScaleFormat, format_named
 
 from .families import family_of
 from .names import (
@@ -174,6 +174,7 @@ def recipe_for(
             them.
     """
     linears, experts, spec = outline.linears, outline.experts, format_named(weight_format)
+    spec.require_scale_format(scale_format)
     modules = [*linears, *experts]
     _check_named(ignored_modules, modules, kv_cache_skip_layers, outline)
     if kv_cache_dtype != "auto" and outline.caches and not outline.kv_layers:
@@ -241,12 +242,13 @@ def _why_nothing(outline: Outline, reasons: dict[str, str], spec: FormatSpec, tp
 
 
 def formats_for(outline: Outline, tensor_parallel_size: int = 1) -> list[str]:
-    """Return the formats in which an engine can hold some linear layers or experts of a model."""
+    """Return the formats in which an engine on any GPU with FP8 can hold some linear layers or experts of a model."""
     modules = (*outline.linears, *outline.experts)
     return [
         name
         for name, spec in FORMATS.items()
-        if any(_why_kept(outline, module, spec, tensor_parallel_size) is None for module in modules)
+        if spec.capability == FIRST_CAPABILITY
+        and any(_why_kept(outline, module, spec, tensor_parallel_size) is None for module in modules)
     ]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trl_fp8.quantization.formats import BLOCKS, FORMATS, check_scale_format, format_named
+from trl_fp8.quantization.formats import BLOCKS, FORMATS, format_named
 
 from .feature import FlagGroup, flag
 
@@ -95,13 +95,14 @@ class WeightFlags(FlagGroup):
         }
 
     def resolve(self) -> None:
-        if format_named(self.fp8_weight_format) is not BLOCKS and not self.fp8_weights:
+        weight_format = format_named(self.fp8_weight_format)
+        if weight_format is not BLOCKS and not self.fp8_weights:
             raise ValueError(
                 f"fp8_weight_format={self.fp8_weight_format!r} with fp8_weights=False: there are no FP8 weights that "
                 "it would concern. Set fp8_weights=True, or remove it."
             )
         try:
-            check_scale_format(self.fp8_scale_format)
+            weight_format.require_scale_format(self.fp8_scale_format)
         except ValueError as error:
             raise ValueError(f"fp8_{error}") from None
 

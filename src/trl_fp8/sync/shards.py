@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_gather_into_tensor, al
 from torch.distributed.tensor import DTensor, Shard
 
 from trl_fp8.quantization.codec.blockwise import Destination, quantize_into
-from trl_fp8.quantization.codec.weights import joined_halves
+from trl_fp8.quantization.codec.weights import as_blocks, joined_halves
 from trl_fp8.quantization.formats import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -235,7 +235,7 @@ def _write_own(
         return None
     # Rows of all dims but the last: an expert of `[E, N, K]` is N of them
     before = tuple(one.rows.of(rank).start * one.row[:-1].numel() for one in plan)
-    own = Destination(local, *mine, rows_before=before)
+    own = Destination(local, mine[0], as_blocks(mine[1]), rows_before=before)
     options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
     if local.numel():
         sums.copy_(quantize_into([own], *options)[0])

@@ -18,7 +18,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.codec.blockwise import Destination, dequantize_weight, first_rows, quantize_into
 from trl_fp8.quantization.codec.digest import digests_of_sent
-from trl_fp8.quantization.codec.weights import as_blocks, common_amax, dead_scale, held_weight, stored_scale
+from trl_fp8.quantization.codec.weights import as_blocks, common_amax, dead_scale, extremes, held_weight, stored_scale
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout
@@ -104,13 +104,13 @@ class Writer:
         if self.finite:
             flags.append(~torch.stack(list(self.finite.values())))
         if scales:
-            flags.append(~torch.stack(torch._foreach_max(scales)).isfinite())
+            smallest, largest = extremes(scales)
+            flags.append(~largest.isfinite())
         flags = torch.cat(flags).float()
         if reduce_max is not None:
             reduce_max(flags)
-        smallest = flags[:0]
-        if scales:  # torch has no _foreach_min
-            smallest = -torch.stack(torch._foreach_max(torch._foreach_neg(scales)))
+        if not scales:
+            smallest = flags[:0]
         # 2. One transfer to the host, which waits for the device
         squares = torch.stack(self._errors).sum(0) if self._errors else flags.new_zeros(2)
         error, weight, *numbers = torch.cat([squares, flags, smallest]).tolist()
@@ -122,7 +122,7 @@ class Writer:
         dead = {}
         for name, scale, least in zip(fp8_weights, scales, numbers[len(names) :], strict=True):
             if least <= limit:
-                dead[name] = (scale <= limit).sum()
+                dead[name] = (as_blocks(scale).float() <= limit).sum()
         counts = torch.stack(list(dead.values())).tolist() if dead else []
         return (error / weight) ** 0.5 if weight else 0.0, dict(zip(dead, counts, strict=True))
 

@@ -33,7 +33,7 @@ ROUNDING = 5e-6
 VISIBLE = 1e-3
 # What shows if it is left out. On CPU the engine's MLP, and the rotary embeddings of most families, are transformers'
 PARTS = FollowedLinear, FollowedNorm, FollowedEmbedding, FollowedParallelLayer, FollowedExperts, FollowedRouter
-BF16_CACHE, TENSOR = {"kv_cache_dtype": "auto"}, {"weight_format": "tensor"}
+BF16_CACHE, TENSOR, MXFP8 = {"kv_cache_dtype": "auto"}, {"weight_format": "tensor"}, {"weight_format": "mxfp8"}
 FP8_EXPERTS = {"expert_kernels": True}
 CASES = [
     ("qwen3", {}, {}),
@@ -42,6 +42,7 @@ CASES = [
     ("llama", {"intermediate_size": 208}, TENSOR | {"scale_format": "fp32"}),
     ("mistral", {"sliding_window": 16}, {}),
     ("qwen2", {}, TENSOR),  # biases
+    ("llama", {"intermediate_size": 224}, MXFP8),
     ("gemma", {"tied": True}, {}),
     ("gemma2", {}, {}),
     ("gemma2", {}, BF16_CACHE),

@@ -15,6 +15,7 @@ from testing.fp8_oracle import gamma, rounded
 from testing.linears import gradients, inputs, pair
 from trl_fp8.features.one_forward import followed_linear as module
 from trl_fp8.features.one_forward.followed_linear import BackwardPrecision, FusedCall
+from trl_fp8.quantization.formats import MXFP8
 
 
 # (leading dims, K, N, bias)
@@ -204,3 +205,13 @@ def test_no_tokens_give_no_rows_and_zero_gradients():
         _, twin = pair(256, 128, BackwardPrecision(backward))
         y, dx, dw, db = gradients(twin, torch.zeros(0, 256, requires_grad=True), torch.zeros(0, 128))
         assert y.shape == (0, 128) and dx.shape == (0, 256) and not dw.any() and not db.any()
+
+
+@BACKWARDS
+def test_a_layer_with_mxfp8_weights_trains(backward):
+    """Gradients near those of the plain layer: with an FP8 backward, within a few roundings of 2**-4."""
+    x, dy = inputs((9,), 256, 144)
+    precision = BackwardPrecision(backward, format=MXFP8)
+    (_, dx, dw, _), (_, plain_dx, plain_dw, _) = (gradients(one, x, dy) for one in reversed(pair(256, 144, precision)))
+    for found, expected in ((dx, plain_dx), (dw, plain_dw)):
+        assert 0 < (found - expected).norm() / expected.norm() < (0.15 if backward == "fp8" else 2**-8)

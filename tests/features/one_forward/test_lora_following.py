@@ -28,7 +28,10 @@ def lora(**options):
     "adapters, flags",
     [
         ({"init_lora_weights": False}, {"learning_rate": 1e-2, "bf16": False}),
-        ({"lora_dropout": 0.3, "use_rslora": True}, {"learning_rate": 1e-2, "gradient_checkpointing": True}),
+        (
+            {"lora_dropout": 0.3, "use_rslora": True},
+            {"learning_rate": 1e-2, "gradient_checkpointing": True, "fp8_weight_format": "mxfp8"},
+        ),
         ({"modules_to_save": ["embed_tokens", "norm", "k_proj"]}, {"num_iterations": 2, "max_steps": 4}),
         ({"init_lora_weights": False}, {"fp8_backward": "fp8", "fp8_weight_format": "tensor", "beta": 0.1}),
     ],

@@ -155,7 +155,10 @@ def test_trained_parameters_of_a_model_by_name_are_fp32(config, dtype, checkpoin
     "adapters, flags",
     [
         ({"init_lora_weights": False}, {"bf16": False}),
-        ({"lora_dropout": 0.3, "use_rslora": True, "lora_alpha": 5}, {"gradient_checkpointing": True}),
+        (
+            {"lora_dropout": 0.3, "use_rslora": True, "lora_alpha": 5},
+            {"gradient_checkpointing": True, "fp8_weight_format": "mxfp8"},
+        ),
         ({"modules_to_save": ["embed_tokens", "norm"]}, {"num_iterations": 2, "max_steps": 4}),
         ({"init_lora_weights": False}, {"fp8_backward": "fp8", "fp8_weight_format": "tensor", "beta": 0.1}),
     ],

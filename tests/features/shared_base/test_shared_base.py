@@ -43,8 +43,9 @@ def handed_over(model, source):
         ("qwen3_moe", {}),
         ("mixtral", {"tensor_parallel_size": 2}),
         ("qwen3", {"weight_format": "tensor", "tensor_parallel_size": 2}),
+        ("qwen3", {"weight_format": "mxfp8"}),
     ],
-    ids=["experts", "other-names", "common-scales"],
+    ids=["experts", "other-names", "common-scales", "exponents"],
 )
 def test_the_source_reads_the_quantized_weights_again(architecture, flags, given_as, checkpoint):
     folder = checkpoint(architecture)

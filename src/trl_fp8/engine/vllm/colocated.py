@@ -20,7 +20,7 @@ from trl_fp8.sync.writer import NamedTensor
 from trl_fp8.upstream import vllm as upstream
 
 from .layout import Added, constants_layout, engine_layout
-from .numerics import activation_scaling, fp8_kernels, quantizes_query, require_auditable
+from .numerics import activation_scaling, fp8_kernels, keep_untiled_scales, quantizes_query, require_auditable
 from .platform import Platform
 from .policy_weights import EngineOfPolicy, PolicyWeights
 from .rollout_llm import RolloutLLM
@@ -62,6 +62,7 @@ class ColocatedEngine:
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], bool]):
         self.llm, self.wake, self._recipe = llm, wake, recipe
         self.model = upstream.engine_model(llm)
+        keep_untiled_scales(self.model)
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         of_policy = engine_layout(self.model, recipe.linears, buffers)

@@ -25,7 +25,7 @@ from torch import nn
 from torchao.quantization import Float8Tensor
 from transformers import PretrainedConfig
 from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
-from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+from vllm.model_executor.kernels.linear import init_fp8_linear_kernel, init_mxfp8_linear_kernel
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     GroupShape,
@@ -37,12 +37,19 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.codec.weights import quantize_as_engine, quantize_fused, scale_dtype, stored_scale
-from trl_fp8.quantization.formats import BLOCK, FormatSpec, ScaleFormat
+from trl_fp8.quantization.formats import BLOCK, MXFP8, FormatSpec, ScaleFormat
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .numerics import SMALL_BATCH, kernel_scaling, why_linear_unverifiable
+from .numerics import (
+    SMALL_BATCH,
+    UNTILED_SCALE,
+    keep_untiled_scale,
+    kernel_scaling,
+    tiled_scale,
+    why_linear_unverifiable,
+)
 
 
 logger = get_logger(__name__)
@@ -87,6 +94,7 @@ class Gemm:
                 "in every batch. 'deep_gemm' gives them."
             )
         kernel.process_weights_after_loading(layer)
+        keep_untiled_scale(kernel, layer)
         if reason := why_linear_unverifiable(kernel, layer):
             raise ValueError(reason)
         [codes] = quantize_fused([weight], self.spec, self.scale_format)
@@ -99,9 +107,9 @@ class Gemm:
             quantized = quantize_as_engine(x[:rows], self.spec, kernel_scaling(kernel, rows))
             a = dequantize_weight(quantized, torch.float32).double()
             expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
-            # Rounding to BF16 is off by 2^-9 at most. Tensor cores truncate 32 products, and the accumulator that they
+            # Rounding to BF16 is off by 2^-8 at most. Tensor cores truncate 32 products, and the accumulator that they
             # are added to, to 14 bits: four times in 128 elements, after which kernels add in FP32
-            wrong = ~((found - expected).abs() <= 2.0**-9 * expected.abs() + 4 * 2.0**-13 * magnitudes)  # so is NaN
+            wrong = ~((found - expected).abs() <= 2.0**-8 * expected.abs() + 4 * 2.0**-13 * magnitudes)  # so is NaN
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 raise RuntimeError(
@@ -137,11 +145,6 @@ class Gemm:
 
     def kernel_and_layer(self, shape: Shape) -> tuple[Any, "_Layer"]:
         """Return vLLM's kernel and a layer as loaded; `ValueError` if there is no such kernel."""
-        if blocks := self.spec.weight_block:
-            weights = create_fp8_quant_key(static=True, group_shape=GroupShape(*blocks))
-            activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, self.spec.activation_group))
-        else:
-            weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
         if self.name in ("deep_gemm", "flashinfer_cutlass"):
             find_nvcc()
         # The part of an engine's configuration that kernels read; custom_ops: vLLM's own operator quantizes, as there
@@ -151,9 +154,21 @@ class Gemm:
             model_config=SimpleNamespace(hf_text_config=self.config),
         )
         with set_current_vllm_config(config):
-            dtypes = {"input_dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
-            kernel = init_fp8_linear_kernel(activations, weights, weight_shape=shape, **dtypes)
+            kernel = _started(self.spec, shape)
         return kernel, _Layer(shape, self.spec, self.device)
+
+
+def _started(spec: FormatSpec, shape: Shape) -> Any:
+    """Return the kernel that vLLM chooses under the current configuration; `ValueError` if it has none."""
+    if spec is MXFP8:
+        return init_mxfp8_linear_kernel(weight_shape=shape)
+    if spec.weight_block:
+        weights = create_fp8_quant_key(static=True, group_shape=GroupShape(*spec.weight_block))
+        activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, spec.activation_group))
+    else:
+        weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
+    dtypes = {"input_dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
+    return init_fp8_linear_kernel(activations, weights, weight_shape=shape, **dtypes)
 
 
 class _Layer(nn.Module):
@@ -173,8 +188,11 @@ class _Layer(nn.Module):
     def write(self, codes: Float8Tensor) -> None:
         """Write codes and scales as a sync does."""
         self.weight.copy_(codes.qdata.t() if self.spec.weight_transposed else codes.qdata)
-        scale = getattr(self, self.spec.scale_attribute)
-        scale.copy_(stored_scale(codes, self.spec).view(scale.shape))
+        sent, scale = stored_scale(codes, self.spec), getattr(self, self.spec.scale_attribute)
+        if hasattr(self, UNTILED_SCALE):
+            getattr(self, UNTILED_SCALE).copy_(sent)
+            sent = tiled_scale(self)
+        scale.copy_(sent.view(scale.shape))
 
 
 def replayed_seconds(call: Callable[[], object]) -> float:

@@ -6,6 +6,7 @@ kv_b_proj in another order, which are computed from what a sync wrote.
 """
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import product
 
 import torch
@@ -27,7 +28,7 @@ from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 
-from .numerics import linear_format
+from .numerics import UNTILED_SCALE, linear_format, tiled_scale
 
 
 # Checkpoint module, rows of it, columns of it, row offset in the engine's parameter
@@ -116,15 +117,22 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
     if isinstance(module, RoutedExperts) and attribute.partition("_")[0] in HELD:
         yield _expert_piece(prefix, module, attribute, dtype)
         return
+    if spec is not None and attribute == spec.scale_attribute and hasattr(module, UNTILED_SCALE):
+        derived = partial(tiled_scale, module)
+        yield Piece(f"{prefix}.{attribute} in tiles", module, attribute, dtype, derived=derived)
+        return
     if attribute == SINKS:
         size, attention = len(module.sinks), module.qkv_proj
         span = Span(attention.tp_rank * size, size, attention.tp_size * size)
         yield Piece(f"{prefix}.{attribute}", module, attribute, dtype, sent=(span,))
         return
-    for name, rows, columns, offset in parts:
-        is_scale = spec is not None and attribute == spec.scale_attribute
+    for policy_name, rows, columns, offset in parts:
+        name = f"{policy_name}.{attribute}" if policy_name else attribute
+        is_scale = spec is not None and attribute in (spec.scale_attribute, UNTILED_SCALE)
+        if is_scale:
+            name = f"{policy_name}.{spec.scale_attribute}"
         if (rows is None and columns is None) or (is_scale and not spec.weight_block):
-            yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
+            yield Piece(name, module, attribute, dtype)
             continue
         sent = rows, columns
         in_engine = Span(offset, rows.size) if rows else None, None
@@ -142,9 +150,7 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
             sent = None, sent[0].parts[0], *sent[1:]
             in_engine = ()
         transposed = has_transposed and attribute == "weight"
-        yield Piece(
-            f"{name}.{attribute}", module, attribute, dtype, sent, in_engine, equal=equal, transposed=transposed
-        )
+        yield Piece(name, module, attribute, dtype, sent, in_engine, equal=equal, transposed=transposed)
 
 
 def _scale_spans(spans: tuple[Span | Joined | None, ...], spec: FormatSpec) -> tuple[Span | Joined | None, ...]:

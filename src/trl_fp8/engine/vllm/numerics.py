@@ -2,23 +2,27 @@
 
 A sync writes e4m3 codes `[N, K]` and scales, one for each block, into a layer's own parameters, and nothing
 converts them afterwards. So a layer has to store them in this order, and its kernel has to read them anew in each
-call. `require_auditable` checks both after the start of an engine.
+call. `require_auditable` checks both after the start of an engine. Scales that a kernel
+reads in another order are written beside them, and rearranged from there as vLLM does after a load.
 """
 
 from collections import Counter, defaultdict
 
 import torch
 from torch import nn
+from vllm.model_executor.kernels.linear.mxfp8 import Mxfp8LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.utils.mxfp8_utils import swizzle_mxfp8_scale
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.codec.weights import scale_dtype
 from trl_fp8.quantization.formats import (
     ACTIVATION_AMAX_FLOOR,
+    E8M0_AMAX_FLOOR,
     FLOORED_SCALE_AMAX,
     FORMATS,
     ActivationScaling,
@@ -34,6 +38,12 @@ SMALL_BATCH = 32
 # vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. This was read in vLLM's
 # source: no tensor shows whether a kernel keeps a copy of its own
 AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
+
+
+# Kernels that read scales in tiles of 128 rows and 4 columns: vLLM rearranges them after a load
+TILED = ("FlashInferCutlassMxfp8LinearKernel",)
+# Parameter beside such scales that holds them as a sync sends them, from which they are rearranged anew
+UNTILED_SCALE = "untiled_scale"
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
@@ -66,6 +76,29 @@ def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
     return [layer for layer in layers if isinstance(layer.quant_method, Fp8MoEMethod)]
 
 
+def keep_untiled_scales(model: nn.Module) -> None:
+    """Call `keep_untiled_scale` for each FP8 linear of an engine's model."""
+    for module in model.modules():
+        if (kernel := fp8_kernel(module)) is not None:
+            keep_untiled_scale(kernel, module)
+
+
+def keep_untiled_scale(kernel: object, layer: nn.Module) -> None:
+    """Give a layer whose kernel reads rearranged scales a parameter `UNTILED_SCALE`, where a sync can write them."""
+    if type(kernel).__name__ not in TILED or hasattr(layer, UNTILED_SCALE):
+        return
+    spec, tiled = format_stored(layer.weight_block_size), layer.weight_scale
+    shape = spec.scale_shape((layer.output_size_per_partition, layer.input_size_per_partition))
+    scale = torch.zeros(shape, dtype=tiled.dtype, device=tiled.device)
+    layer.register_parameter(UNTILED_SCALE, nn.Parameter(scale, requires_grad=False))
+
+
+def tiled_scale(layer: nn.Module) -> torch.Tensor:
+    """Return the scales of a layer with `UNTILED_SCALE` as its kernel reads them."""
+    rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
+    return swizzle_mxfp8_scale(getattr(layer, UNTILED_SCALE).detach(), M=rows, K=columns)
+
+
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
     """Return `EngineNumerics.linears`. `RuntimeError` if they differ: no trainer could follow them with one format."""
     found = {kernel_scaling(kernel) for kernel in _kernels(model)}
@@ -79,6 +112,8 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
 
 def kernel_scaling(kernel: object, rows: int = SMALL_BATCH) -> ActivationScaling:
     """Return how a linear kernel of vLLM's quantizes a batch of `rows` tokens."""
+    if isinstance(kernel, Mxfp8LinearKernel):
+        return ActivationScaling("pow2", E8M0_AMAX_FLOOR)
     if isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
         kernel = kernel.base if rows < SMALL_BATCH else kernel.fallback
     quant = kernel.quant_fp8
@@ -100,7 +135,9 @@ def fp8_kernel(module: nn.Module) -> object | None:
     """Return the kernel of one of vLLM's FP8 linears; None for any other module."""
     if not isinstance(module, LinearBase):
         return None
-    return getattr(module.quant_method, "fp8_linear", None)
+    method = module.quant_method
+    kernel = getattr(method, "kernel", None)
+    return kernel if isinstance(kernel, Mxfp8LinearKernel) else getattr(method, "fp8_linear", None)
 
 
 def linear_format(module: nn.Module) -> FormatSpec | None:
@@ -132,7 +169,8 @@ def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
         return f"{name} has blocks of {layer.weight_block_size}, which no format has"
     shape = layer.output_size_per_partition, layer.input_size_per_partition
     weight, scale = _meta(E4M3, *shape), _meta(scale_dtype(spec), *spec.held_scale_shape(shape))
-    expected = {"weight": weight.t() if spec.weight_transposed else weight, spec.scale_attribute: scale}
+    expected = {"weight": weight.t() if spec.weight_transposed else weight}
+    expected[UNTILED_SCALE if name in TILED else spec.scale_attribute] = scale
     return _why_not_as_sent(name, layer, expected) or _why_not_known(name)
 
 

@@ -175,6 +175,13 @@ class Cuda(Platform):
                 f"capability {major}.{minor}, which has no units for e4m3: vLLM would store FP8 and compute in BF16. "
                 "FP8 starts with Ada (8.9) and Hopper (9.0). Switch it off: fp8_weights=False, kv_cache_dtype='auto'."
             )
+        first = recipe.format.capability
+        if recipe.fp8_weights and self.capability < first:
+            raise ValueError(
+                f"fp8_weight_format={recipe.format.name!r} on a GPU of compute capability {major}.{minor}: vLLM would "
+                f"repack the weights, or compute in BF16. The format starts with {first[0]}.{first[1]}; set "
+                "fp8_weight_format='blocks'."
+            )
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
         # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"

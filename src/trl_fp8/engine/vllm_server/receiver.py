@@ -22,6 +22,7 @@ from trl_fp8.engine.vllm.numerics import (
     activation_scaling,
     attention_layers,
     fp8_kernels,
+    keep_untiled_scales,
     quantizes_query,
     require_auditable,
 )
@@ -42,6 +43,7 @@ class Receiver(WeightTransferEngine):
 
     def __init__(self, *args):
         super().__init__(*args)
+        keep_untiled_scales(self.model)
         require_auditable(self.model)
         self.instance = uuid.uuid4().hex  # a restarted worker has another one, and holds nothing
         self.version = -1  # of the latest update that was written whole

@@ -105,7 +105,7 @@ class Destination(NamedTuple):
 
     weight: torch.Tensor  # `[..., N, K]`, floating point, rounded to BF16 first
     codes: torch.Tensor  # e4m3, of the weight's shape, any strides
-    scale: torch.Tensor  # fp32 `[..., n, k]`, any strides
+    scale: torch.Tensor  # `[..., n, k]`, fp32, or e8m0 for powers of two; any strides
     amax: torch.Tensor | None = None  # as in `quantize_weight`
     rows_before: tuple[int, int] = (0, 0)  # rows of codes and of scales before it, leading dims counted: see `digest`
 
@@ -176,6 +176,7 @@ def _quantize_batch(
         return torch.stack([sums, digest(scale, first_row=scales_before)])[None]
     stacked = torch.stack([one.weight.detach() for one in batch]).to(torch.bfloat16)
     codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
+    scale = scale.to(first.scale.dtype)
     # The destinations are views all over the engine; one call copies to all of them
     torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
     torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
@@ -206,7 +207,7 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
 
         return dequantize_blocks(tensor.qdata, tensor.scale, len(blocks) == 2, dtype or tensor.dtype)
     values, view, _ = _padded_blocks(tensor.qdata, blocks)
-    view.mul_(_expandable(tensor.scale, len(blocks)))
+    view.mul_(_expandable(tensor.scale.float(), len(blocks)))
     return _crop(values, tensor.qdata.shape).to(dtype or tensor.dtype)
 
 

@@ -17,6 +17,7 @@ from trl_fp8.quantization.formats import E4M3_MAX, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
+E8M0 = torch.float8_e8m0fnu  # a power of two, as the byte of its exponent; 255 is NaN
 
 
 def casts_in_hardware(device: torch.device) -> bool:

@@ -12,7 +12,7 @@ from torchao.quantization import Float8Tensor
 from trl_fp8.quantization.formats import ActivationScaling, FormatSpec, ScaleFormat
 
 from .blockwise import quantize_activation, quantize_weight
-from .e4m3 import scale_from_amax
+from .e4m3 import E8M0, scale_from_amax
 
 
 def quantize_fused(weights: Sequence[torch.Tensor], spec: FormatSpec, scale_format: ScaleFormat) -> list[Float8Tensor]:
@@ -44,7 +44,9 @@ def quantize_as_engine(x: torch.Tensor, spec: FormatSpec, scaling: ActivationSca
 
 
 def as_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """Return a view of scales as `[..., n, k]`; the one scale of a whole weight is `[1, 1]`."""
+    """Return a view of an engine's scales as numbers `[..., n, k]`; the one scale of a whole weight is `[1, 1]`."""
+    if scale.dtype == torch.uint8:
+        scale = scale.view(E8M0)
     return scale if scale.dim() > 1 else scale.view(1, 1)
 
 
@@ -65,7 +67,20 @@ def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> F
 
 def stored_scale(codes: Float8Tensor, spec: FormatSpec) -> torch.Tensor:
     """Return the scales of a quantized weight in the shape and dtype that checkpoints have."""
-    return (codes.scale if spec.weight_block else codes.scale.view(1)).to(scale_dtype(spec))
+    scale = codes.scale if spec.weight_block else codes.scale.view(1)
+    return scale.to(E8M0).view(torch.uint8) if spec.scale_dtype == "uint8" else scale
+
+
+def extremes(scales: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest of each of an engine's tensors of scales, fp32 `[n]`, on the device.
+
+    NaN counts as the largest. Does not synchronize with the device.
+    """
+    if scales[0].dtype == torch.uint8:  # exponents have the order of their numbers, and NaN is the last
+        found = torch.stack([torch.stack(torch.aminmax(scale)) for scale in scales]).view(E8M0).float()
+        return found[:, 0], found[:, 1]
+    largest = torch.stack(torch._foreach_max(scales))
+    return -torch.stack(torch._foreach_max(torch._foreach_neg(scales))), largest  # torch has no _foreach_min
 
 
 def scale_dtype(spec: FormatSpec) -> torch.dtype:

@@ -18,14 +18,16 @@ import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as vllm_ops
 from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.kernels.linear.mxfp8 import Mxfp8LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers import utils as vllm_layers
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.mxfp8_utils import MXFP8_BLOCK_SIZE, mxfp8_e4m3_quantize
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import PlatformEnum, current_platform
 
-from trl_fp8.quantization.codec.e4m3 import e4m3_values
+from trl_fp8.quantization.codec.e4m3 import E8M0, e4m3_values
 from trl_fp8.upstream.patches import patch
 
 
@@ -96,6 +98,36 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
         return _added_wide(e4m3_values(A, As), weights, bias, out_dtype).view(output_shape)
 
 
+class ReferenceMxfp8Kernel(Mxfp8LinearKernel):
+    """`y = dequantize(x) @ dequantize(w).T + bias`, summed in fp64 and rounded once.
+
+    `x` is quantized as before vLLM's kernels for Blackwell. vLLM's own emulation leaves it in BF16, and adds in BF16's
+    GEMM.
+    """
+
+    is_supported = ReferenceFp8BlockKernel.is_supported
+
+    @classmethod
+    def can_implement(cls, c) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Leave codes [N, K] and scales [N, K/32] as they were loaded."""
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x: [..., K], bias: [N] or None -> [..., N]."""
+        codes, scale = mxfp8_e4m3_quantize(x.reshape(-1, x.shape[-1]).contiguous())
+        rows = _rows_per_block(layer.weight)
+        blocks = zip(layer.weight.split(rows), layer.weight_scale.split(rows), strict=True)
+        product = _added_wide(_mx_values(codes, scale), (_mx_values(*block) for block in blocks), bias, x.dtype)
+        return product.view(*x.shape[:-1], -1)
+
+
+def _mx_values(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return the numbers of codes [R, K] with the exponents [R, K/32]."""
+    return e4m3_values(codes.unflatten(-1, (-1, MXFP8_BLOCK_SIZE)), scale.view(E8M0).float().unsqueeze(-1)).flatten(-2)
+
+
 def _scaled_fp8_quant(values: Tensor, scale: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
     """Quantize with `scale`, in place of vLLM's function of this name; ignores its other arguments."""
     return (values.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
@@ -110,6 +142,7 @@ def register_cpu_kernel() -> None:
     patch(linear_kernels, "_POSSIBLE_FP8_BLOCK_KERNELS", blocks | {PlatformEnum.CPU: for_blocks})
     for_tensors = [ReferenceFp8TensorKernel, *tensors[PlatformEnum.CPU]]
     patch(linear_kernels, "_POSSIBLE_FP8_KERNELS", tensors | {PlatformEnum.CPU: for_tensors})
+    linear_kernels.register_linear_kernel(ReferenceMxfp8Kernel, PlatformEnum.CPU, "mxfp8")
     patch(vllm_ops, "scaled_fp8_quant", _scaled_fp8_quant)
 
     def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
