@@ -12,7 +12,7 @@ from trl_fp8.scripts.grpo import refuse
 from trl_fp8.upstream.private_names import require_versions
 from trl_fp8.upstream.quiet import quiet
 
-from . import train
+from . import doctor, train
 from .fp8_checkpoints import COMMANDS
 
 
@@ -33,6 +33,8 @@ def main(words: list[str] | None = None) -> int:
 
             return serve.run(words[1:])
         try:
+            if words[:1] == ["doctor"]:
+                return doctor.run(words[1:])
             print(_plan(words[1:]) if words[:1] == ["plan"] else _command(words), flush=True)
         except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -56,6 +58,7 @@ def _command(words: list[str]) -> str:
     added = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     added.add_parser("plan", help="say what of a model would be FP8, and what fits on which GPUs, with which flags")
     added.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")
+    added.add_parser("doctor", help="check this machine, a verdict a line: the first thing to run on a new one")
     added.add_parser("serve", help="a vLLM server for the rollouts of a trainer with vllm_mode='server'")
     of_features = [each for registration in registrations() for each in registration.commands]
     for each in (*COMMANDS, *of_features):

@@ -58,6 +58,13 @@ def inspect_engine_class(architectures: tuple[str, ...]) -> None:
             ) from error
 
 
+def can_sleep() -> bool:
+    """Return whether engines on this platform have a sleep mode."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_sleep_mode_available() and current_platform.is_cumem_allocator_available()
+
+
 def scheduled_tokens(llm) -> Iterator[tuple[str, int, int, int]]:
     """Yield (request, position of its first token, first row, end row) of each request in the running forward."""
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
