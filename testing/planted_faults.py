@@ -99,6 +99,72 @@ def policy_one_step_old(trainer):
         del generation.sync_weights
 
 
+@contextmanager
+def other_token_ids(trainer):
+    """The trainer gets ids by which another tokenizer, with two characters exchanged, would write the completions."""
+    generate = trainer.vllm_generation.generate
+    exchanged = trainer.processing_class.convert_tokens_to_ids(["1", "2"])
+
+    def generate_and_write_otherwise(*args, **kwargs):
+        prompts, completions, *rest = generate(*args, **kwargs)
+        other = dict(zip(exchanged, reversed(exchanged), strict=True))
+        return prompts, [[other.get(token, token) for token in ids] for ids in completions], *rest
+
+    with replaced(trainer.vllm_generation, "generate", generate_and_write_otherwise):
+        yield
+
+
+@contextmanager
+def other_chat_template(trainer):
+    """The engine gets prompts that begin with a token which the trainer's template does not write."""
+    generate, start = trainer.vllm_generation.generate, trainer.processing_class.bos_token_id
+
+    def generate_from_other_prompts(prompts, *args, **kwargs):
+        return generate([[start, *ids] for ids in prompts], *args, **kwargs)
+
+    with replaced(trainer.vllm_generation, "generate", generate_from_other_prompts):
+        yield
+
+
+@contextmanager
+def wrong_positions(trainer):
+    """Two tokens at a time share a position, in every pass of the policy."""
+
+    def pair(module, args, kwargs):
+        ids = kwargs["input_ids"]
+        return args, kwargs | {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None] // 2}
+
+    handle = trainer.model.register_forward_pre_hook(pair, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def dropout_on(trainer):
+    """Attention drops a tenth of its weights while the trainer scores rollouts and trains."""
+    layers = [module for module in trainer.model.modules() if hasattr(module, "attention_dropout")]
+    for layer in layers:
+        layer.attention_dropout = 0.1
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.attention_dropout = 0.0
+
+
+def other_scoring(trainer):
+    """A subclass scores rollouts with a head of its own, here as if at a lower temperature."""
+    score = trainer._get_per_token_logps_and_entropies
+
+    def scored_otherwise(*args, **kwargs):
+        logps, *rest = score(*args, **kwargs)
+        return 1.1 * logps, *rest
+
+    return replaced(trainer, "_get_per_token_logps_and_entropies", scored_otherwise)
+
+
 # Name -> a context manager of a trainer
 FAULTS = {
     "stale KV scale": while_sampling(other_kv_scales),
@@ -111,7 +177,12 @@ FAULTS = {
     "prefix cache not reset": lambda trainer: replaced(
         trainer.vllm_generation.engine, "reset_prefix_cache", lambda: None
     ),
+    "another tokenizer": other_token_ids,
+    "another chat template": other_chat_template,
+    "wrong position ids": wrong_positions,
 }
+# Those that show between the trainer's log-probs and its policy's
+SCORING_FAULTS = {"dropout in scoring": dropout_on, "a subclass that scores otherwise": other_scoring}
 
 
 # Adapters that change the policy from the first step on

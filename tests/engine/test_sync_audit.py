@@ -9,6 +9,7 @@ from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from testing import engines, runs
+from testing.planted_faults import policy_one_step_old
 from trl_fp8 import SyncAuditCallback
 from trl_fp8.engine.vllm.cpu.reference_linear import register_cpu_kernel
 from trl_fp8.upstream.vllm import engine_model
@@ -120,6 +121,14 @@ class TestFullTraining:
         finally:
             audit._raises = True
         assert DOWN in caplog.text and trainer.vllm_generation.generate([[5, 6]], None, 1)
+
+    def test_a_run_whose_second_sync_does_nothing_stops_before_it_samples(self, trainer, audit, monkeypatch):
+        llm, sampled = trainer.vllm_generation.llm, []
+        generate = llm.generate
+        monkeypatch.setattr(llm, "generate", lambda *args, **kwargs: sampled.append(1) or generate(*args, **kwargs))
+        with pytest.raises(RuntimeError, match="step 1: 25 tensors"), policy_one_step_old(trainer):
+            trainer.train()
+        assert sampled == [1]
 
 
 class TestAdapters:

@@ -11,17 +11,21 @@ from peft import LoraConfig
 from trl import GRPOTrainer
 from trl.experimental.sdpo import SDPOTrainer
 
-from testing.planted_faults import ADAPTERS, FAULTS, LONG, adapters_unsent, restart_of, same_prompts
+from testing.planted_faults import ADAPTERS, FAULTS, LONG, SCORING_FAULTS, adapters_unsent, restart_of, same_prompts
 from testing.runs import arguments, rows, training, trajectory
 from trl_fp8.features.one_forward.explanation import Explanation, obstacle
 from trl_fp8.features.one_forward.unexplained import (
     EXPLAINED,
     LARGE_EXPLAINED_K3,
     MAX_UNEXPLAINED_K3,
+    SCORING,
     UNEXPLAINED,
     explained_note,
     mismatch_warnings,
 )
+
+
+PARTS = SCORING, EXPLAINED, UNEXPLAINED
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def run(trainer, fault, caplog):
     caplog.clear()
     with caplog.at_level(logging.WARNING), fault:
         trainer.train()
-    return rows(trainer), [record.message for record in caplog.records if "nexplained" in record.message]
+    return rows(trainer), [record.message for record in caplog.records if "FP8 is not the cause" in record.message]
 
 
 @pytest.mark.engine
@@ -51,7 +55,7 @@ def test_a_healthy_run_has_no_unexplained_part_and_no_warning(trainer, restart, 
     assert len(found) == trainer.feature(Explanation).passes - passes == 2
     for row in found:
         assert row[UNEXPLAINED] == 0 and row[EXPLAINED] == pytest.approx(row["mismatch/k3_kl"], rel=1e-6)
-        assert row[EXPLAINED] > 1e-5
+        assert row[EXPLAINED] > 1e-5 and row[SCORING] == 0
     assert warnings == [] and not [type(m) for m in trainer.model.modules() if type(m).__name__.startswith("Followed")]
 
 
@@ -71,7 +75,18 @@ def test_a_planted_fault_is_unexplained(name, trainer, restart, caplog):
     restart()
     found, warnings = run(trainer, FAULTS[name](trainer), caplog)
     assert max(row[UNEXPLAINED] for row in found) > MAX_UNEXPLAINED_K3
-    assert len(warnings) == 1 and "FP8 is not the cause" in warnings[0]  # once a run
+    assert len(warnings) == 1 and UNEXPLAINED in warnings[0]  # once a run
+    assert max(row[SCORING] for row in found) == 0
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", SCORING_FAULTS)
+def test_a_fault_of_the_trainers_scoring_is_not_taken_for_fp8(name, trainer, restart, caplog):
+    restart()
+    found, warnings = run(trainer, SCORING_FAULTS[name](trainer), caplog)
+    assert max(row[SCORING] for row in found) > MAX_UNEXPLAINED_K3
+    assert max(row[UNEXPLAINED] for row in found) == 0
+    assert len(warnings) == 1 and SCORING in warnings[0] and "disable_dropout=True" in warnings[0]
 
 
 @pytest.mark.engine
@@ -96,7 +111,10 @@ def test_an_explanation_changes_no_number_of_a_run(checkpoint, tmp_path):
             explanation = trainer.feature(Explanation)
             passes.append(explanation.passes if explanation else 0)
             paths.append(
-                [{n: v for n, v in row.items() if "explained" not in n} for row in trajectory(trainer)]
+                [
+                    {n: v for n, v in row.items() if n not in (SCORING, EXPLAINED, UNEXPLAINED)}
+                    for row in trajectory(trainer)
+                ]
                 + [[p.detach().tolist() for n, p in trainer.model.named_parameters() if "lora" in n]]
             )
     assert passes == [0, 2]  # steps 0 and 2 of four
@@ -111,7 +129,7 @@ def test_other_families_are_explained_exactly(architecture, checkpoint, tmp_path
     args = arguments(tmp_path, max_steps=1, explain_mismatch_steps=1, **flags)
     with training(checkpoint(architecture), args) as trainer:
         [row], warnings = run(trainer, nullcontext(), caplog)
-    assert row[UNEXPLAINED] == 0 < row[EXPLAINED] and warnings == []
+    assert row[UNEXPLAINED] == 0 == row[SCORING] and row[EXPLAINED] > 0 and warnings == []
 
 
 @pytest.mark.engine
@@ -189,7 +207,8 @@ def test_thresholds():
     assert text.startswith("mismatch/unexplained_k3 = 1.1e-06 > 1e-06: unexplained mismatch.")
     assert explained_note({EXPLAINED: LARGE_EXPLAINED_K3}) == "" == explained_note({})
     note = explained_note({EXPLAINED: 0.043})
-    assert all(lever in note for lever in ("fp8_ignored_modules", "kv_cache_dtype='auto'", "one_forward", "dropout"))
+    assert all(lever in note for lever in ("fp8_ignored_modules", "kv_cache_dtype='auto'", "one_forward"))
+    assert [*mismatch_warnings({SCORING: 2e-6})] == [SCORING]
 
 
 def test_a_negative_number_of_steps_is_refused(tmp_path):

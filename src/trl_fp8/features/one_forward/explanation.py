@@ -1,17 +1,20 @@
 """The feature that splits the mismatch into what the engine's number formats explain and what they do not.
 
-    trainer's forward  <- explained ->  the engine's kernels on the policy's weights  <- unexplained ->  rollouts
+    trainer's log-probs
+        <- scoring ->      the policy's forward, in evaluation mode and by TRL's own method
+        <- explained ->    the engine's kernels on the policy's weights
+        <- unexplained ->  rollouts
 
-On the first rollouts and every `explain_mismatch_steps` steps the policy follows the engine for one more pass over
-them, as with one forward, and then computes by itself again. Two faults would hide if the pass took what the engine
-holds for granted, so both are looked for:
+On the first rollouts and every `explain_mismatch_steps` steps the policy makes two more passes over them: by itself,
+and following the engine, as with one forward. Two faults would hide if the second took what the engine holds for
+granted, so both are looked for:
 
     rollouts of other weights      the policy is sent once more before the pass, and its arrival proven
     a sync that sends other ones   each module is compared with its own forward (witness.py). If rounding does not
                                    explain a difference, all of the mismatch is unexplained
 
-A policy that follows anyway (`fp8_forward="one_forward"`) needs no pass: its whole mismatch is unexplained. The two
-parts are a k3 each, and do not add up exactly.
+A policy that follows anyway (`fp8_forward="one_forward"`) needs no pass: its whole mismatch is unexplained. The parts
+are a k3 each, and do not add up exactly.
 """
 
 from collections.abc import Iterator
@@ -43,7 +46,7 @@ from .followed_linear import BackwardPrecision
 from .forward_flags import replaced_forward
 from .one_forward import OneForward, require_followable
 from .same_model import SHOWN, compare_modules
-from .unexplained import EXPLAINED, UNEXPLAINED, explained_note, mismatch_warnings
+from .unexplained import EXPLAINED, SCORING, UNEXPLAINED, explained_note, mismatch_warnings
 
 
 logger = get_logger(__name__)
@@ -52,11 +55,11 @@ OTHER_KERNELS = "kernel_config", "compilation_config", "enforce_eager"
 
 
 class Explanation(Feature):
-    """Logs `mismatch/explained_k3` and `mismatch/unexplained_k3`, and warns once of an unexplained part."""
+    """Logs `mismatch/scoring_k3`, `explained_k3` and `unexplained_k3`, and warns once of the first and of the last."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        self.passes = 0  # further passes of the policy
+        self.passes = 0  # of a policy that follows
         self._obstacle: str | None = None
         self._latest: int | None = None  # step of the latest explanation
         self._noted: set[str] = set()
@@ -88,20 +91,27 @@ class Explanation(Feature):
         if self._obstacle is not None or ratio is None or not trainer.model.training or waits:
             return
         self._latest = step
-        differences, logps_BT = [], ratio.trainer_BT
+        differences, plain_BT, logps_BT = [], ratio.trainer_BT, ratio.trainer_BT
         if not trainer.args.one_forward:
             trainer.vllm_generation.send_weights()
+            if getattr(trainer.args, "router_replay", "off") != "rollout":  # else the trainer takes other experts
+                plain_BT = self._plainly_scored(batch)
             with self._followed() as (hook, forward):
-                logps_BT = self._scored(batch, forward)
+                with as_rollouts_saw(trainer.features), scored_by(followed_head(forward)):
+                    logps_BT = self._scored(batch)
                 differences = compare_modules(trainer, self._kernels, hook, forward).findings.lines()
             self.passes += 1
         differs = trainer.accelerator.reduce(torch.tensor(float(len(differences)), device=logps_BT.device)) > 0
         if differs:
-            logps_BT = ratio.trainer_BT
-        pairs = (ratio.trainer_BT, logps_BT), (logps_BT, ratio.rollout_BT)
-        parts = torch.stack([part for pair in pairs for part in k3_parts(*pair, ratio.mask_BT)])
-        explained, tokens, unexplained, scored = trainer.accelerator.gather(parts).view(-1, 4).sum(0).tolist()
-        metrics = {EXPLAINED: mean_of(explained, tokens), UNEXPLAINED: mean_of(unexplained, scored)}
+            logps_BT = plain_BT
+        metrics = {}
+        for name, pair in {
+            SCORING: (ratio.trainer_BT, plain_BT),
+            EXPLAINED: (plain_BT, logps_BT),
+            UNEXPLAINED: (logps_BT, ratio.rollout_BT),
+        }.items():
+            parts = torch.stack(k3_parts(*pair, ratio.mask_BT))
+            metrics[name] = mean_of(*trainer.accelerator.gather(parts).view(-1, 2).sum(0).tolist())
         batch.metrics |= metrics
         named = listed(differences, SHOWN, "\n  ") or "modules on another rank"
         self._report(values_of(metrics), named if differs else "")
@@ -119,21 +129,38 @@ class Explanation(Feature):
             self.trainer.accelerator.print(note, flush=True)
 
     @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Switch gradients and dropout off inside the block."""
+        training = self.trainer.model.training
+        self.trainer.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.trainer.model.train(training)
+
+    @contextmanager
     def _followed(self) -> Iterator[tuple]:
         """Let the policy compute as its engine inside the block, without gradients and dropout."""
         trainer = self.trainer
         backward = BackwardPrecision(format=trainer.recipe.format, scale_format=trainer.recipe.scale_format)
-        training = trainer.model.training
-        with hooked(trainer.model) as hook, torch.no_grad():
+        with hooked(trainer.model) as hook, self._evaluating():
             forward = OneForward(trainer.model, trainer.recipe, self._kernels, backward, hook)
-            trainer.model.eval()
             try:
                 yield hook, forward
             finally:
-                trainer.model.train(training)
                 forward.remove()
 
-    def _scored(self, batch: Batch, forward: OneForward) -> Tensor:
+    def _plainly_scored(self, batch: Batch) -> Tensor:
+        """Return log-probs `[B, T]` by the policy's own forward, with a simulated KV cache if the trainer has one."""
+        trainer = self.trainer
+        with hooked(trainer.model) as hook, self._evaluating(), as_rollouts_saw(trainer.features):
+            if trainer.recipe.fp8_kv_cache and not trainer.args.simulate_kv_cache:
+                with hook.as_engine(None):
+                    return self._scored(batch)
+            return self._scored(batch)
+
+    def _scored(self, batch: Batch) -> Tensor:
         """Return the log-probs `[B, T]` of the rollouts that the policy has now.
 
         Through TRL's own method: under this trainer's override other features would observe the pass.
@@ -142,9 +169,8 @@ class Explanation(Feature):
         ids = torch.cat([tensors[PROMPT_IDS], tensors[COMPLETION_IDS]], dim=1)
         mask = torch.cat([tensors["prompt_mask"], tensors[COMPLETION_MASK]], dim=1)
         completion, size = tensors[COMPLETION_IDS].shape[1], trainer.args.per_device_train_batch_size
-        with as_rollouts_saw(trainer.features), scored_by(followed_head(forward)):
-            score = trainer.trl_class()._get_per_token_logps_and_entropies
-            return score(trainer, trainer.model, ids, mask, completion, batch_size=size)[0]
+        score = trainer.trl_class()._get_per_token_logps_and_entropies
+        return score(trainer, trainer.model, ids, mask, completion, batch_size=size)[0]
 
 
 def obstacle(trainer, numerics: EngineNumerics, kernels: EngineKernels | None) -> str | None:

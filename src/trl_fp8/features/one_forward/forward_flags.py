@@ -62,9 +62,9 @@ class ForwardFlags(FlagGroup):
     explain_mismatch_steps: int = flag(
         50,
         "Steps between two explanations of the mismatch, the first one on the first rollouts; 0: none. The policy "
-        "computes one more pass with the engine's kernels, without gradients, which splits the mismatch into "
-        "`mismatch/explained_k3` (the FP8 formats) and `mismatch/unexplained_k3` (a fault). On CPU; on a GPU with "
-        "fp8_forward='one_forward', which needs no pass.",
+        "scores the rollouts by itself and with the engine's kernels, without gradients, which splits the mismatch "
+        "into `mismatch/scoring_k3` (dropout, for example), `mismatch/explained_k3` (the FP8 formats) and "
+        "`mismatch/unexplained_k3` (a fault). On CPU; on a GPU with fp8_forward='one_forward', which needs no pass.",
     )
 
     @property

@@ -1,27 +1,36 @@
-"""Warnings about the part of a mismatch that the engine's number formats do not explain (explanation.py)."""
+"""Warnings about the parts of a mismatch that the engine's number formats do not explain (explanation.py)."""
 
 from collections.abc import Mapping
 
 
-EXPLAINED, UNEXPLAINED = "mismatch/explained_k3", "mismatch/unexplained_k3"
+EXPLAINED, UNEXPLAINED, SCORING = "mismatch/explained_k3", "mismatch/unexplained_k3", "mismatch/scoring_k3"
 # Shared kernels leave 0 on a CPU. Under one forward on a GPU the mean |log r| is at most 1e-3, a k3 of about 5e-7
 MAX_UNEXPLAINED_K3 = 1e-6
 LARGE_EXPLAINED_K3 = 0.01  # between 0.006, where no loss was found, and 0.03, where one was (docs/evidence.md)
+TEXTS = {
+    UNEXPLAINED: (
+        "unexplained mismatch. The engine's kernels on the policy's weights do not give the log-probs of the "
+        "rollouts, so FP8 is not the cause. Usual causes: rollouts of older weights or KV scales, a prefix cache that "
+        "was not reset, another temperature or sampling, token ids of another tokenizer or chat template on one side, "
+        "wrong position ids in the policy, a plugin that changes the engine. Compare with kv_cache_dtype='auto' and "
+        "without callbacks."
+    ),
+    SCORING: (
+        "the trainer's log-probs are not those of its policy in evaluation mode, so FP8 is not the cause. Usual "
+        "causes: dropout that is on (set disable_dropout=True, and lora_dropout=0), or a subclass that scores "
+        "otherwise than TRL. The correction weighs this difference, too."
+    ),
+}
 
 
 def mismatch_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the warning about unexplained mismatch, by its metric's name. NaN (nothing measured) is not a warning."""
-    unexplained = metrics.get(UNEXPLAINED, 0.0)
-    if not unexplained > MAX_UNEXPLAINED_K3:
-        return {}
-    return {
-        UNEXPLAINED: (
-            f"{UNEXPLAINED} = {unexplained:.3g} > {MAX_UNEXPLAINED_K3:g}: unexplained mismatch. The engine's kernels "
-            "on the policy's weights do not give the log-probs of the rollouts, so FP8 is not the cause. Usual "
-            "causes: rollouts of older weights or KV scales, a prefix cache that was not reset, another temperature "
-            "or sampling, a plugin that changes the engine. Compare with kv_cache_dtype='auto' and without callbacks."
-        )
-    }
+    """Return warnings of parts that are no format's, by metric. NaN (nothing measured) is not a warning."""
+    warnings = {}
+    for name, text in TEXTS.items():
+        value = metrics.get(name, 0.0)
+        if value > MAX_UNEXPLAINED_K3:
+            warnings[name] = f"{name} = {value:.3g} > {MAX_UNEXPLAINED_K3:g}: {text}"
+    return warnings
 
 
 def explained_note(metrics: Mapping[str, float]) -> str:
@@ -30,8 +39,7 @@ def explained_note(metrics: Mapping[str, float]) -> str:
     if not explained > LARGE_EXPLAINED_K3:
         return ""
     return (
-        f"{EXPLAINED} = {explained:.3g}: on the same weights, the trainer's own forward differs by this much from the "
-        "engine's kernels. FP8 formats do that; so do dropout and a trainer that scores otherwise than TRL's. To "
-        "lower what FP8 causes, keep layers in BF16 (fp8_ignored_modules), set kv_cache_dtype='auto' or "
-        "kv_cache_skip_layers, or set fp8_forward='one_forward'."
+        f"{EXPLAINED} = {explained:.3g}: on the same weights, the policy's own forward differs by this much from the "
+        "engine's kernels. FP8 formats do that. To lower it, keep layers in BF16 (fp8_ignored_modules), set "
+        "kv_cache_dtype='auto' or kv_cache_skip_layers, or set fp8_forward='one_forward'."
     )
