@@ -25,7 +25,10 @@ IMAGES = Path(__file__).parents[2] / "docs" / "images"
 # Okabe and Ito's colours, which are told apart without seeing red and green
 BLUE, ORANGE, GREEN, PINK, SKY, BLACK = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000"
 FULL_FLOW = "full_flow"  # which has nothing to correct
-OF_CORRECTION = {"none": ORANGE, "tis": BLUE, "mis": SKY, "icepop": PINK, "geometric": GREEN, FULL_FLOW: BLACK}
+YELLOW = "#f0c000"
+BF16 = "bf16"
+OF_CORRECTION = {BF16: YELLOW, "none": ORANGE, "tis": BLUE, "mis": SKY, "icepop": PINK, "geometric": GREEN}
+OF_CORRECTION |= {FULL_FLOW: BLACK}
 OF_ROLLOUTS = {"bf16": BLACK, "e4m3": BLUE, "e4m3_kv": ORANGE, FULL_FLOW: GREEN}
 # By correction and precision
 STYLES = {
@@ -67,19 +70,24 @@ def plot_map(runs: Runs, path: str | Path) -> Path:
 
 def _dot(axes: Axes, run: Run) -> None:
     place, colour = (max(run.k3, LEAST), run.final), OF_CORRECTION[_colour_key(run)]
-    axes.plot(*place, MARKERS[run.cell.pressure], color=colour, markersize=5, alpha=0.7, markeredgewidth=0)
+    size = 8 if run.collapsed else 5  # so that the cross hides neither shape nor colour
+    axes.plot(*place, MARKERS[run.cell.pressure], color=colour, markersize=size, alpha=0.7, markeredgewidth=0)
     if run.collapsed:
-        axes.plot(*place, "x", color=BLACK, markersize=4)
+        axes.plot(*place, "x", color=BLACK, markersize=3)
 
 
 def _colour_key(run: Run) -> str:
-    return FULL_FLOW if run.cell.rollouts == FULL_FLOW else run.cell.correction
+    if run.cell.rollouts == FULL_FLOW:
+        return FULL_FLOW
+    return BF16 if (run.cell.rollouts, run.cell.correction) == (BF16, "none") else run.cell.correction
 
 
 def _title(key: str, arm: str) -> str:
     if key == FULL_FLOW:
         return names.rollouts(arm)
-    return "no correction" if key == "none" else names.correction(arm)
+    if key == BF16:
+        return "BF16 rollouts, no correction"
+    return "FP8 rollouts, no correction" if key == "none" else names.correction(arm)
 
 
 def _mark(marker: str, colour: str, label: str) -> Line2D:
