@@ -14,6 +14,8 @@ from benchmarks.claims import names
 from benchmarks.claims.runs import SMALLEST_K3
 from benchmarks.claims.statements import NOT_RUN, arm
 
+from . import mismatch_tables
+
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "evidence.md", ROOT / "benchmarks" / "claims" / "README.md"
@@ -344,6 +346,7 @@ BLOCKS: dict[str, Callable[[dict, dict], str]] = {
     "corrections": short_corrections,
     "bands": short_bands,
     "details": details,
+    "anatomy": lambda results, facts: mismatch_tables.anatomy(stored("anatomy_cpu")),
 }
 
 
