@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from trl_fp8.upstream.versions import VERSIONS
+
 
 PAGE = Path(__file__).with_name("models.md")
 RESULTS = PAGE.parents[1] / "benchmarks" / "results" / "models_cpu.json"
@@ -26,6 +28,7 @@ TAIL = """
 - **FP8 parameters** is the share of a published model, or of the tiny one, in an engine on a GPU. On CPU experts stay in BF16.
 - **[Mismatch](rollout_correction.md#two-measures)** is the largest of three steps. Tiny random policies compare rows and say nothing about trained models. On a GPU, latent attention (DeepSeek, GLM 4.7 Flash) reads prompts [otherwise](kv_cache.md#latent-attention-mla).
 - **`fp8_forward="one_forward"`** is *exact* if the same mismatch is below {exact:g}, the rounding of two log-softmaxes. Otherwise the cell has the reason.
+{versions}
 
 A model type that is not in the table is compared with vLLM's class name by name before training, and works or is refused then. A type that vLLM does not
 know is an error of one line with an alternative. [Troubleshooting](troubleshooting.md#models) lists what is refused, and why. A new row
@@ -83,7 +86,20 @@ def page() -> str:
             full(**row["full"]),
         ]
         text += f"| {' | '.join(cells)} |\n"
-    return text + TAIL.format(exact=rows["qwen3"]["full"]["bound"])
+    return text + TAIL.format(exact=rows["qwen3"]["full"]["bound"], versions=versions(rows))
+
+
+def versions(rows: dict[str, dict]) -> str:
+    """Return what differs for families of the table with a newer vLLM than the oldest, which made it."""
+    lines = []
+    for series, vllm in VERSIONS.items():
+        computed = [f"`{kind}`" for kind in sorted(vllm.by_transformers - set(vllm.refused)) if kind in rows]
+        if computed:
+            lines.append(f"- **vLLM {series}** has no class of its own for {', '.join(computed)}:")
+            lines.append("  it computes them by transformers' code. They went through the same run there, and")
+            lines.append('  `fp8_forward="one_forward"` is refused.')
+        lines += [f"  `{kind}` is refused: {reason}." for kind, reason in vllm.refused.items()]
+    return "\n".join(lines)
 
 
 def full(refused: str = "", mismatch: float = 0.0, exact: bool = False, bound: float = 0.0) -> str:

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = [
 #     "trl-fp8[report]",
-#     "vllm==0.31.*",
+#     "vllm>=0.31,<0.33",
 # ]
 # ///
 """The same training in BF16, with FP8 linears, and with an FP8 KV cache too, one after another, and a report of all.

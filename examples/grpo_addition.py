@@ -1,7 +1,7 @@
 # /// script
 # dependencies = [
 #     "trl-fp8[report]",
-#     "vllm==0.31.*",
+#     "vllm>=0.31,<0.33",
 # ]
 # ///
 """GRPO with FP8 weights and an FP8 KV cache on two-digit addition, from pretraining to report, without any download.

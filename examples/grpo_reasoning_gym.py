@@ -2,7 +2,7 @@
 # dependencies = [
 #     "trl-fp8",
 #     "reasoning-gym",
-#     "vllm==0.31.*",
+#     "vllm>=0.31,<0.33",
 # ]
 # ///
 """GRPO with FP8 rollouts on puzzles that reasoning-gym makes and checks itself: no dataset to download.

@@ -45,7 +45,6 @@ _SPECIAL = {
     "glm4_moe": dict(head_dim=64, use_qk_norm=True),
     "gpt2": dict(head_dim=None),
     "granitemoehybrid": dict(layer_types=["attention"] * 2, shared_intermediate_size=256),
-    "hy_v3": dict(expert_hidden_dim=128),
     "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
     "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"]),
     "llama4_text": dict(intermediate_size_mlp=256),

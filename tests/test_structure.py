@@ -24,7 +24,7 @@ PACKAGE = ROOT / "src" / "trl_fp8"
 ALLOWED = {
     "quantization": set(),
     "upstream": set(),
-    "recipe": {"quantization"},
+    "recipe": {"quantization", "upstream"},
     "sync": {"quantization", "recipe"},
     "engine": {"quantization", "recipe", "sync", "upstream"},
     "policy": {"quantization", "recipe", "upstream"},

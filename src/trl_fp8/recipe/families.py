@@ -2,13 +2,15 @@
 
 A row stands under the `model_type` of transformers' config. A vision-language model has two, that of the whole config
 and that of its language model. The row of the whole says what was tested and exported, the other row the rest.
-Versions that were read: transformers 5.17, vLLM 0.31 and TRL 1.16. `tests/engine/test_servable.py` holds the rows to
-vLLM's classes, `tests/recipe/test_families.py` to transformers'.
+`_ROWS` are of a vLLM with a class for each, `FAMILIES` of the installed one. `tests/engine/test_servable.py` has
+vLLM's classes, `tests/recipe/test_families.py` transformers'.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from trl_fp8.upstream.versions import VLLM, installed_vllm
 
 
 Config = Mapping[str, Any]  # of a language model, as `to_dict()` gives it
@@ -48,6 +50,10 @@ class Family:
 # transformers does. Without `moe_router_dtype` vLLM would round the logits of routers to BF16.
 
 
+def _afmoe(config: Config) -> Fields:
+    return {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
+
+
 def _deepseek_v2(config: Config) -> Fields:
     one_group = {"n_group": 1, "topk_group": 1} if config.get("topk_method") == "greedy" else {}
     return one_group | {"scoring_func": "softmax", "norm_topk_prob": False, "moe_router_dtype": "float32"}
@@ -60,12 +66,22 @@ def _deepseek_v3(config: Config) -> Fields:
 
 def _glm4_moe_lite(config: Config) -> Fields:
     _require_interleaved(config)
-    return {"first_k_dense_replace": [*config["mlp_layer_types"], "sparse"].index("sparse")}
+    return {"first_k_dense_replace": _dense_layers(config)}
+
+
+def _hy_v3(config: Config) -> Fields:
+    fields = {"qk_norm": True, "route_norm": True, "expert_hidden_dim": config["moe_intermediate_size"]}
+    return fields | {"first_k_dense_replace": _dense_layers(config)}
 
 
 def _minimax_m2(config: Config) -> Fields:
     rotated = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) * config["head_dim"]
     return {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": int(rotated)}
+
+
+def _dense_layers(config: Config) -> int:
+    """Return the number of layers before the first one with experts."""
+    return [*config["mlp_layer_types"], "sparse"].index("sparse")
 
 
 def _require_interleaved(config: Config) -> None:
@@ -91,11 +107,12 @@ _MIXTRAL = (
     (".experts.down_proj", ".experts.w2"),
 )
 _DECAY = (".linear_attn.A_log",)  # an exponent
-FAMILIES = {
+_ROWS = {
     "afmoe": Family(
         activations=_SILU,
         fp32=(".mlp.router.gate.weight", ".mlp.expert_bias"),
         in_engine=((".router.gate.", ".gate."),),
+        engine_fields=_afmoe,
     ),
     "apertus": Family(activations=("xielu",)),
     "arcee": Family(activations=("relu2",)),
@@ -138,6 +155,7 @@ FAMILIES = {
     "glm4_moe_lite": Family(activations=_SILU, fp32=_ROUTER, engine_fields=_glm4_moe_lite),
     "glm_moe_dsa": _refused(_SPARSE),
     "gpt_bigcode": Family(tested=False, by_transformers=True),
+    "gpt_neox": Family(tested=False),
     "gpt_oss": Family(
         sinks=True,
         in_engine=((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
@@ -174,6 +192,7 @@ FAMILIES = {
             (".shared_experts.", ".shared_mlp."),
         ),
         in_engine=((".router.gate.", ".gate."),),
+        engine_fields=_hy_v3,
     ),
     "hy_v4": _refused(_SPARSE),
     "hyperclovax": Family(activations=_SILU),
@@ -216,6 +235,21 @@ FAMILIES = {
     "starcoder2": Family(by_transformers=True),
     "vaultgemma": Family(by_transformers=True),
 }
+
+
+def families_with(vllm: VLLM) -> dict[str, Family]:
+    """Return the rows for a version of vLLM. Where it has no class of its own, nothing of one applies."""
+    families = dict(_ROWS)
+    for kind in vllm.by_transformers:
+        families[kind] = replace(_ROWS[kind], by_transformers=True, activations=(), followed=False)
+    for kind, parts in vllm.in_engine.items():
+        families[kind] = replace(families[kind], in_engine=parts)
+    for kind, reason in vllm.refused.items():
+        families[kind] = replace(families[kind], tested=False, refused=reason)
+    return families
+
+
+FAMILIES = families_with(installed_vllm())
 _UNKNOWN = Family(tested=False)
 
 

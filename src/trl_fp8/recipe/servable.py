@@ -1,7 +1,7 @@
 """Refusals of models that no engine can serve, by their names, before an engine starts.
 
 vLLM has to load the model into a class of its own, which takes the policy's tensors under the policy's names and lets
-them be read back. Classes of vLLM 0.31 that do not are recognized by a part of a parameter's name, or by the model
+them be read back. Classes of vLLM that do not are recognized by a part of a parameter's name, or by the model
 type (families.py); tests/engine/test_servable.py compares both with vLLM's classes. For all other models the names of
 the started engine are compared with the policy's (`sync.policy_checks`).
 """

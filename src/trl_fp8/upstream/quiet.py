@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from .versions import VERSIONS
+
 
 class Noise(NamedTuple):
     """One message of another library: where it is sent, how its text begins, and why nobody has to read it."""
@@ -29,7 +31,12 @@ LOGGED = (
     Noise("DeepSpeed", r"Setting accelerator to CPU\.", "TRL imports it; where it is used, it says what it runs on."),
 )
 WARNED = (
-    Noise(FutureWarning, r"`torch\.distributed\.reduce_op` is deprecated", "vLLM 0.31 reads every module's names."),
+    Noise(
+        UserWarning,
+        rf"TRL currently supports vLLM .* You have version ({'|'.join(map(re.escape, VERSIONS))})\.",
+        "trl-fp8 was tested with it.",
+    ),
+    Noise(FutureWarning, r"`torch\.distributed\.reduce_op` is deprecated", "vLLM reads every module's names."),
 )
 SETTINGS = {"TQDM_DELAY": "1"}  # tqdm draws no bar in the first second: a small model loads without
 VERBOSE = "TRL_FP8_VERBOSE"  # environment variable
