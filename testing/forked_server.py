@@ -28,7 +28,11 @@ from trl_fp8.engine.vllm_server.client import Control
 from trl_fp8.engine.vllm_server.server_process import guarded, server_arguments
 from trl_fp8.upstream.vllm import forget_choices, inspect_engine_class
 
-from .processes import fork, free_port
+from . import processes
+from .processes import free_port
+
+
+TOKEN = "token of a test"  # noqa: S105
 
 
 @dataclass
@@ -47,6 +51,7 @@ class ForkedServer:
         return f"http://127.0.0.1:{self.port}"
 
     def control(self, token: str | None = None) -> Control:
+        """Return a client, by default with the server's token."""
         return Control(self.url, timeout=60, token=self.token if token is None else token)
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -80,18 +85,43 @@ def start(
     wait: float = 3.0,
     port: int | None = None,
     plant: Callable[[], None] = lambda: None,
+    loads: bool = False,
     **recipe_flags,
 ) -> ForkedServer:
-    """Return a server that is up. `plant` is called in its process before vLLM starts, to break something there."""
+    """Return a server that is up. `plant` is called in its process before vLLM starts, to break something there.
+
+    With `loads` it loads the weights of a checkpoint in FP8 by itself, and has no guard.
+    """
+    words, environment = server_arguments(model, max_num_seqs=8, max_model_len=64, **recipe_flags)
+    words += ["--distributed-executor-backend", "uni" if recipe_flags.get("tensor_parallel_size", 1) == 1 else "mp"]
+    if loads:
+        words[words.index("--load-format") + 1] = "auto"
+        for flag in ("--middleware", "--hf-overrides"):
+            if flag in words:
+                del words[words.index(flag) : words.index(flag) + 2]
+
+    def planted() -> None:
+        plugin.register()
+        plant()
+
+    return fork(model, folder, words, environment | guarded(TOKEN, str(folder), wait), planted, port)
+
+
+def fork(
+    model: str,
+    folder: Path,
+    words: list[str],
+    environment: dict[str, str],
+    plant: Callable[[], None] = lambda: None,
+    port: int | None = None,
+) -> ForkedServer:
+    """Return a server of vLLM's own that is up, with `words` as its command line and no plugin but by `plant`."""
     port = port or free_port()
     folder.mkdir(exist_ok=True)
-    server = ForkedServer(model, port, "token of a test", str(folder), folder.parent / f"{folder.name}.log", 0)
-    words, environment = server_arguments(model, max_num_seqs=8, max_model_len=64, **recipe_flags)
+    server = ForkedServer(model, port, TOKEN, str(folder), folder.parent / f"{folder.name}.log", 0)
     words = ["--model", model, "--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log", *words]
-    words += ["--distributed-executor-backend", "uni" if recipe_flags.get("tensor_parallel_size", 1) == 1 else "mp"]
-    environment |= guarded(server.token, str(folder), wait)
     inspect_engine_class(tuple(AutoConfig.from_pretrained(model).architectures))
-    server.pid = fork(partial(_serve, words, environment, plant), server.log)
+    server.pid = processes.fork(partial(_serve, words, environment, plant), server.log)
     end = time.monotonic() + 240
     while True:
         if os.waitpid(server.pid, os.WNOHANG)[0]:
@@ -107,7 +137,7 @@ def start(
 
 
 @contextmanager
-def running(model: str, folder: Path, **options) -> Iterator[ForkedServer]:
+def running(model: str, folder: Path, start: Callable[..., ForkedServer] = start, **options) -> Iterator[ForkedServer]:
     """Yield the server of `start`, and end it after the block."""
     server = start(model, folder, **options)
     try:
@@ -121,7 +151,6 @@ def _serve(words: list[str], environment: dict[str, str], plant: Callable[[], No
     os.environ.update(environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     forget_choices()
     plugins.plugins_loaded = True  # loaded without the switch
-    plugin.register()
     # vLLM's CPU platform would spawn processes, which import everything again
     multiproc_executor.get_mp_context = engine_utils.get_mp_context = lambda: get_context("fork")
     plant()

@@ -1,6 +1,8 @@
 """Deliveries to a server: what its workers have to answer, and what is refused. The server is an object here."""
 
 import copy
+import gc
+import os
 from contextlib import nullcontext
 
 import pytest
@@ -8,10 +10,12 @@ import torch
 
 from testing import tiny_models
 from testing.engines import perturb, some_scales
+from testing.staged_trainer import SomeScales
+from trl_fp8.engine.vllm_server.numbers import numbers_of
 from trl_fp8.engine.vllm_server.staged_engine import StagedEngine
 from trl_fp8.engine.vllm_server.staging import opened
 from trl_fp8.quantization.codec.digest import digest
-from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.delivery import InPlaceDelivery
 from trl_fp8.sync.weight_stream import weight_stream
@@ -23,6 +27,7 @@ class Worker:
     def __init__(self, instance):
         self.instance, self.tensors, self.arrived, self.parts = instance, {}, {}, {}
         self.version, self.error, self.scales, self.staged = -1, "", None, {}
+        self.constants = "5"
 
     def read(self, update):
         self.arrived = {name: digest(tensor).item() for name, tensor in self.staged.items()}
@@ -38,7 +43,7 @@ class Worker:
             "error": self.error,
             "arrived": {name: str(each) for name, each in self.arrived.items()},
             "differ": [name for name in now if now[name] != self.parts[name]],
-            "constants": ["5"],
+            "constants": [self.constants],
             "kv_scales": self.scales,
             "kv_wrong": "",
         }
@@ -54,6 +59,8 @@ class Server:
         self.tensors = {recipe.engine_name(name): "bfloat16" for name, _ in policy.named_parameters()}
         for name in recipe.fp8_tensors:
             self.tensors |= {recipe.engine_name(name): "float8_e4m3fn", recipe.scale_name(name): "float32"}
+        self.numbers = numbers_of(policy.config)
+        self.changed = {}  # of what the workers describe
         self.fp8_cache = []
         if recipe.fp8_kv_cache:
             layers = range(policy.config.num_hidden_layers)
@@ -76,7 +83,7 @@ class Server:
         if method == "fp8_state":
             return [worker.state() for worker in self.workers]
         described = {"kernels": {"Kernel": 14}, "linears": None, "query_rounded": False, "derived": []}
-        described |= {"fp8_cache": self.fp8_cache, "context": 64}
+        described |= {"fp8_cache": self.fp8_cache, "context": 64, "numbers": self.numbers} | self.changed
         return [{"instance": worker.instance, "tensors": self.tensors} | described for worker in self.workers]
 
     def init_weight_transfer_engine(self, init_info):
@@ -112,26 +119,7 @@ class Server:
         return self.resets
 
 
-class Scales:
-    """What is carried."""
-
-    name = KV_SCALES
-
-    def __init__(self, store, step=1):
-        self.store, self.value = store, some_scales(2, step)
-
-    def prepare(self): ...
-    def write(self):
-        self.store.write(self.value)
-
-    def verify(self):
-        self.store.verify(self.value)
-
-    def digest(self):
-        return digest(self.value.values)
-
-
-PUSH = ["pause", "fp8_begin", "start", "update", "finish", "fp8_state"]
+PUSH = ["pause", "start", "update", "finish", "fp8_state"]
 
 
 @pytest.fixture
@@ -146,14 +134,12 @@ def server(policy):
 
 @pytest.fixture
 def engine(policy, server, tmp_path):
-    engine = StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), patience=1)
-    yield engine
-    engine.close()
+    return StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), patience=1)
 
 
 @pytest.fixture
 def delivery(policy, engine):
-    return InPlaceDelivery(engine, policy, recipe_for_model(policy), carried=Scales(engine.kv_scales()))
+    return InPlaceDelivery(engine, policy, recipe_for_model(policy), carried=SomeScales(engine.kv_scales(), 2))
 
 
 def deliver(delivery, policy):
@@ -246,7 +232,6 @@ def test_a_worker_that_read_another_trainers_file_fails_the_audit(policy, server
     server.workers[0].read = foreign
     with pytest.raises(RuntimeError, match="hold other bytes than were sent"):
         deliver(delivery, policy)
-    staged.close()
 
 
 def test_another_cache_than_the_trainers_is_refused_at_the_start(policy, server, tmp_path):
@@ -290,6 +275,67 @@ def test_a_server_that_was_started_again_is_found_and_connected_anew(policy, ser
     assert "init" in server.calls and server.workers[0].tensors
 
 
+@pytest.mark.parametrize(
+    "changed, named",
+    [
+        ({"kernels": {"Other": 14}}, r"kernels \(Kernel 14, None, Other None, 14\)"),
+        ({"linears": ["pow2", 1e-10, "block", False]}, "linears None, .'pow2'"),
+        ({"query_rounded": True}, "query_rounded False, True"),
+        ({"context": 32}, "context 64, 32"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_server_that_computes_otherwise_after_a_restart_is_refused_by_name(changed, named, policy, server, delivery):
+    deliver(delivery, policy)
+    server.start("b")
+    server.changed = changed
+    with pytest.raises(ValueError, match=f"started again and computes otherwise than before: {named}"):
+        deliver(delivery, policy)
+
+
+def test_a_server_whose_buffers_differ_after_a_restart_is_refused(policy, server, delivery):
+    deliver(delivery, policy)
+    server.start("b")
+    server.workers[1].constants = "6"
+    with pytest.raises(ValueError, match="other buffers than before"):
+        deliver(delivery, policy)
+
+
+@pytest.mark.parametrize("name, value", [("rms_norm_eps", 1e-3), ("rope_parameters", {"rope_theta": 5.0})])
+def test_a_server_of_a_model_with_other_numbers_is_refused_by_name(name, value, policy, server, tmp_path):
+    server.numbers[name] = value
+    with pytest.raises(ValueError, match=f"serves another model than the trainer has, in config.json: {name}"):
+        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+
+
+def test_workers_that_compute_otherwise_than_the_first_one_are_refused(policy, server, tmp_path):
+    answers = server.rpc("fp8_describe")
+    answers[1]["query_rounded"] = True
+    server.rpc = lambda method, *args: answers
+    with pytest.raises(
+        RuntimeError, match="worker 1 of http://server differs from the first one: query_rounded False, True"
+    ):
+        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+
+
+def test_a_folder_without_room_is_an_error_that_names_it(policy, server, monkeypatch, tmp_path):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=f"TRL_FP8_TRANSFER='{tmp_path}'.*No space left on device.*with room"):
+        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_staged_file_is_removed_with_its_engine(policy, server, tmp_path):
+    engine = StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+    assert len(list(tmp_path.iterdir())) == 1
+    del engine
+    gc.collect()  # engine and layout know each other
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_another_trainers_version_is_refused(policy, server, delivery):
     deliver(delivery, policy)
     for worker in server.workers:
@@ -329,12 +375,15 @@ def test_an_error_of_the_first_rank_is_raised_on_the_others(policy, tmp_path):
 
 def test_another_rank_stages_the_same_bytes_and_no_file(policy, server, delivery, engine, tmp_path):
     described = server.rpc("fp8_describe")[0]
+    del described["instance"]
+    of_first_rank = iter([described, None, (0.5, 1)])  # what it describes, stages, and measures
     other = StagedEngine(
-        None, policy, recipe_for_model(policy), str(tmp_path), 1, of_first=lambda value: (described, None)
+        None, policy, recipe_for_model(policy), str(tmp_path), 1, of_first=lambda value: (next(of_first_rank), None)
     )
-    second = InPlaceDelivery(other, policy, recipe_for_model(policy), carried=Scales(other.kv_scales()))
+    second = InPlaceDelivery(other, policy, recipe_for_model(policy), carried=SomeScales(other.kv_scales(), 2))
     deliver(delivery, policy)
     deliver(second, policy)
     assert torch.equal(other.layout.sums(), engine.layout.sums())
     assert len(list(tmp_path.iterdir())) == 1
+    assert (other.pause_seconds, other.version) == (0.5, 1)
     assert isinstance(other.scales.value, KVScales)

@@ -88,7 +88,7 @@ def test_a_folder_without_room_is_an_error_that_leaves_no_file(tmp_path):
 def test_files_of_dead_trainers_are_removed_and_those_of_living_ones_stay(staged, tmp_path):
     code = (
         "import os, signal, sys; from trl_fp8.engine.vllm_server.staging import StagingFile;"
-        "StagingFile(sys.argv[1], {'x': ('float32', [1])}); os.kill(os.getpid(), signal.SIGKILL)"
+        "file = StagingFile(sys.argv[1], {'x': ('float32', [1])}); os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
     assert done.returncode == -signal.SIGKILL

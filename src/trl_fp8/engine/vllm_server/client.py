@@ -11,7 +11,7 @@ from itertools import count
 import httpx
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
-from .plugin import TOKEN
+from .plugin import TOKEN, TRAINER
 
 
 class ServerGone(RuntimeError):
@@ -28,7 +28,9 @@ class Control(HTTPVLLMWeightSyncClient):
         super().__init__(base_url, timeout)
         self._numbers = count(secrets.randbits(40))  # `random` is seeded, alike for two trainers
         token = os.environ.get(TOKEN, "") if token is None else token
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {TRAINER: secrets.token_hex(8)}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
 
     def rpc(self, method: str, *args: object) -> list[dict]:
         """Return the answer of each worker."""

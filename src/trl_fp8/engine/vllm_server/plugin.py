@@ -12,6 +12,7 @@ BACKEND = "trl_fp8"  # of vLLM's --weight-transfer-config
 FOLDER = "TRL_FP8_TRANSFER"  # the only folder from which a server reads files of trainers
 DEFAULT_FOLDER = "/dev/shm"  # noqa: S108, its files are created exclusively, and their owner is checked
 TOKEN = "TRL_FP8_TOKEN"  # noqa: S105, the name of a variable: what endpoints that change state ask for
+TRAINER = "X-TRL-FP8-Trainer"  # header of a trainer's calls: its number, drawn at its start
 WAIT = "TRL_FP8_WAIT"  # seconds for which requests wait for the end of an update
 
 

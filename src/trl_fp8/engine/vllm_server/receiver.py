@@ -12,6 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -31,8 +32,9 @@ from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.sync.pieces import Layout
 
+from .numbers import numbers_of
 from .plugin import DEFAULT_FOLDER, FOLDER
-from .staging import StagedTensors, Table, opened
+from .staging import Table, opened
 
 
 class Receiver(WeightTransferEngine):
@@ -52,8 +54,8 @@ class Receiver(WeightTransferEngine):
         self.arrived: dict[str, int] = {}  # checksums of whole tensors as they were read
         self.parts: dict[str, int] = {}  # checksums of this worker's parts of them
         self.seconds = 0.0  # of CPU, that the latest update took
-        self._staged: StagedTensors | None = None
-        self._path = ""
+        self._path = ""  # of the file of the trainer that connected last
+        self._table: Table = {}
         self._written = -1
         self._scale_copies: KVScaleCopies | None = None
         self._scales: KVScales | None = None
@@ -68,7 +70,6 @@ class Receiver(WeightTransferEngine):
         sent = [piece for piece in self.layout.pieces.values() if piece.derived is None]
         return {
             "instance": self.instance,
-            "pid": os.getpid(),
             "kernels": dict(fp8_kernels(self.model)),
             "linears": None if scaling is None else list(scaling),
             "query_rounded": bool(quantizes_query(self.model)),
@@ -78,6 +79,7 @@ class Receiver(WeightTransferEngine):
                 if module.kv_cache_dtype.startswith("fp8")
             ],
             "context": self.vllm_config.model_config.max_model_len,
+            "numbers": numbers_of(self.vllm_config.model_config.hf_text_config),
             "tensors": {piece.name: str(piece.dtype).removeprefix("torch.") for piece in sent},
             "derived": [piece.name for piece in self.layout.derived],
         }
@@ -129,7 +131,7 @@ class Receiver(WeightTransferEngine):
         self.version = -1 if self.error else self._written
 
     def shutdown(self) -> None:
-        self._staged = None
+        """Do nothing: no file is open, no group of ranks exists."""
 
     def _note_errors(self, work: Callable[[], None]) -> None:
         """Call `work`, and keep its error for `state`: see the module's docstring."""
@@ -146,29 +148,30 @@ class Receiver(WeightTransferEngine):
                 f"{path} is not in {folder}, the only folder that this server reads. Set {FOLDER}={folder} for the "
                 "trainer, or start trl-fp8 serve with --folder."
             )
-        staged = opened(path, table)
+        opened(path, table).close()
         self._scale_copies = None
         if kv_layers:
             self._scale_copies = KVScaleCopies(fp8_attention_layers(self.model, kv_layers, skip_layers))
         self._scales = None
-        self._staged = staged
         self._path = path
+        self._table = table
 
     def _write(self, path: str, version: int, kv_scales: list[list[float]] | None = None) -> None:
-        if path != self._path or self._staged is None:
+        if path != self._path:
             raise RuntimeError(f"another trainer has connected to this server since ({self._path or 'none'}).")
         start = time.process_time()
         tensors = self.layout.held  # once: each access looks for all parameters anew
         self.arrived = {}
         self.parts = {}
-        for name, on_host in self._staged.items():
-            tensor = on_host.to(self.device)
-            part = self.layout.pieces[name].of_sent(tensor)
-            # Checksums of what was read, not of the copy: the trainer compares the first with what it staged, and
-            # `state` the second with what the engine holds
-            self.arrived[name] = int(digest(tensor))
-            self.parts[name] = self.arrived[name] if part is tensor else int(digest(part))
-            tensors[name].copy_(part.view_as(tensors[name]))
+        with closing(opened(path, self._table)) as staged:  # an open file would keep the memory of a dead trainer's
+            for name, on_host in staged.items():
+                tensor = on_host.to(self.device)
+                part = self.layout.pieces[name].of_sent(tensor)
+                # Checksums of what was read, not of the copy: the trainer compares the first with what it staged, and
+                # `state` the second with what the engine holds
+                self.arrived[name] = int(digest(tensor))
+                self.parts[name] = self.arrived[name] if part is tensor else int(digest(part))
+                tensors[name].copy_(part.view_as(tensors[name]))
         for piece in self.layout.derived:
             values = piece.derived()
             tensors[piece.name].copy_(values)
@@ -194,10 +197,9 @@ class WorkerExtension:
     def fp8_state(self, number: int) -> dict:
         return _answer(number, self.weight_transfer_engine.state)
 
-    def fp8_begin(self, number: int) -> dict:
+    def fp8_begin(self) -> None:
         """Forget an update that a trainer left open: vLLM's worker would raise at the start of the next."""
         self._weight_update_active = False
-        return _answer(number, dict)
 
 
 def _answer(number: int, question: Callable[[], dict]) -> dict:

@@ -1,7 +1,7 @@
 """`StagedEngine`: a vLLM server as a delivery sees it. A delivery writes into staged tensors, and workers copy them.
 
     [write]              into staged tensors on this host, checksums noted
-    arrive               connect if the server is another process than last time; pause, update, ask for its state
+    arrive               connect if the server is another process than last time; begin, push
     layout.sums          checksums of what the workers hold, if they read what was staged
     reset_prefix_cache   let the server generate again
 
@@ -12,6 +12,7 @@ first rank also in a file in shared memory. A policy on CPU is written straight 
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,8 @@ from trl_fp8.recipe.outline import kv_layers
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.pieces import Layout
 
+from .numbers import numbers_of
+from .plugin import FOLDER
 from .staging import StagingFile, pieces_of, zeros
 
 
@@ -69,7 +72,7 @@ class StagedLayout(Layout):
             return super().sums()
         try:
             return torch.tensor(self._engine.worker_sums(), device=self.device)
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             self._failure = RuntimeError(str(error))  # as a delivery expects, from all ranks
             logger.warning(str(error))
             return torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
@@ -130,9 +133,12 @@ class StagedEngine:
         self.scales = StagedScales(self)
         self.states: list[dict] = []  # of the workers, as they were last asked
         self.version = 0  # of the latest push
+        self.pause_seconds = 0.0  # of the latest sync: from /pause to the answer of /resume
+        self._paused_at: float | None = None
         self._instances: list[str] | None = None  # of the workers that know the staged file
         self._constants: list[list[str]] = []  # checksums of buffers that no sync writes, by worker
-        self._described = self._on_first(self._describe)
+        self._answering: list[str] = []  # instances of the workers that were described last
+        self._described = self.on_first(self._describe)
         self.numerics = EngineNumerics(
             kernels=self._described["kernels"],
             linears=ActivationScaling(*self._described["linears"]) if self._described["linears"] else None,
@@ -140,12 +146,13 @@ class StagedEngine:
         )
         forms = self._forms()
         self.context = self._described["context"]  # tokens of the longest sequence
-        self._file = None if control is None else StagingFile(folder, forms)
+        self._file: StagingFile | None = None  # on the first rank; removed when that forgets it, or ends
+        self.on_first(lambda: self._stage(folder, forms))
         self._is_copied = self._file is not None and device is not None
         in_place = self._file is not None and device is None
         self.layout = StagedLayout(self._file.tensors if in_place else zeros(forms, device), self)
 
-    def _on_first(self, action: Callable[[], Any]) -> Any:
+    def on_first(self, action: Callable[[], Any]) -> Any:
         """Return on all ranks what `action` returns on the first one, or raise its error on all. Collective."""
         result = error = None
         if self.control is not None:
@@ -153,25 +160,51 @@ class StagedEngine:
                 result = action()
             except (RuntimeError, ValueError) as failed:
                 error = failed
+            except Exception as failed:  # a rank that raised alone would leave the others waiting
+                error = RuntimeError(f"{self.base_url}: {type(failed).__name__}: {failed}")
         result, error = self._of_first((result, error))
         if error is not None:
             raise error
         return result
+
+    def _stage(self, folder: str, forms: dict[str, tuple[str, list[int]]]) -> None:
+        try:
+            self._file = StagingFile(folder, forms)
+        except OSError as error:
+            raise ValueError(
+                f"{FOLDER}={folder!r}: the staged weights cannot be created there ({error.strerror}). Set it, and "
+                "--folder of trl-fp8 serve, to a folder in memory with room for one FP8 copy of the model."
+            ) from error
 
     def _describe(self) -> dict:
         """Return how the workers compute and which tensors they hold, all of them the same ones."""
         self.control.wait_until_up(self._patience)
         buffers = [self._recipe.engine_name(name) for name, _ in persistent_buffers(self._policy)]
         answers = self.control.rpc("fp8_describe", sorted(self._recipe.linears), buffers)
+        self._answering = [answer.pop("instance") for answer in answers]
         first = answers[0]
-        different = [rank for rank, answer in enumerate(answers) if answer["tensors"] != first["tensors"]]
-        if different:
-            raise RuntimeError(f"workers {different} of {self.base_url} hold other tensors than the first one.")
+        for rank, answer in enumerate(answers):
+            different = _differences(first, answer)
+            if different:
+                raise RuntimeError(
+                    f"worker {rank} of {self.base_url} differs from the first one: {different}. Start the server "
+                    "again."
+                )
         self._require_tensors(first["tensors"])
-        for answer in answers:
-            self._require_cache(answer["fp8_cache"])
-        self._answering = [answer["instance"] for answer in answers]
+        self._require_cache(first["fp8_cache"])
+        self._require_numbers(first["numbers"])
         return first
+
+    def _require_numbers(self, server: dict) -> None:
+        """Raise `ValueError` if a number that no tensor shows is not that of the policy's config."""
+        own = numbers_of(self._policy.config.get_text_config())
+        both = own.keys() & server.keys()  # vLLM's own classes of configs have other fields
+        different = _differences({name: own[name] for name in both}, {name: server[name] for name in both})
+        if different:
+            raise ValueError(
+                f"{self.base_url} serves another model than the trainer has, in config.json: {different}. Start it "
+                "with the model of the trainer."
+            )
 
     def _require_tensors(self, server: dict[str, str]) -> None:
         """Raise `ValueError` unless the server's tensors (name -> dtype) have the names and formats of the recipe."""
@@ -229,15 +262,23 @@ class StagedEngine:
 
     def arrive(self) -> None:
         """Let the workers copy what is staged. They generate nothing until `reset_prefix_cache`."""
-        if self.control is None:
-            return
-        if self._is_copied:
-            self._copy_to_file()  # before the pause, which it would prolong
-        self._connect()
+        if self.control is not None:
+            if self._is_copied:
+                self._copy_to_file()  # before the pause, which it would prolong
+            self._connect()
+            self.begin()
+            self.push()
+
+    def begin(self) -> None:
+        """Pause the server, whose workers hold no whole policy from now on."""
+        if self._paused_at is None:  # else this push is repeated
+            self._paused_at = time.perf_counter()
         self.control.pause()
-        self.version += 1
-        self.control.rpc("fp8_begin")
         self.control.start_weight_update()
+
+    def push(self) -> None:
+        """Let the workers copy what is staged."""
+        self.version += 1
         scales = None if self.scales.value is None else self.scales.value.values.tolist()
         self.control.update_weights({"path": self._file.path, "version": self.version, "kv_scales": scales})
         self.control.finish_weight_update(weight_version=str(self.version))
@@ -255,7 +296,13 @@ class StagedEngine:
         answering = [answer["instance"] for answer in self.control.rpc("fp8_instance")]
         if answering == self._instances:
             return
-        self._described = self._describe()
+        described = self._describe()
+        different = _differences(self._described, described)
+        if different:
+            raise ValueError(
+                f"{self.base_url} was started again and computes otherwise than before: {different} (before, now). "
+                "Start it with the flags that it had."
+            )
         self.control.init_weight_transfer_engine(
             {
                 "path": self._file.path,
@@ -265,8 +312,14 @@ class StagedEngine:
             }
         )
         self._ask()
+        constants = [state["constants"] for state in self.states]
+        if self._constants and constants != self._constants:
+            raise ValueError(
+                f"{self.base_url} was started again with other buffers than before, such as tables of rotary angles. "
+                "Start it with the model and the flags that it had."
+            )
         self._instances = self._answering
-        self._constants = [state["constants"] for state in self.states]
+        self._constants = constants
 
     def _ask(self) -> None:
         """Get the state of the workers; `RuntimeError` if one has an error, after which all are connected anew."""
@@ -305,17 +358,30 @@ class StagedEngine:
 
     def reset_prefix_cache(self) -> None:
         """Let the server generate with what has arrived. Collective."""
-        self._on_first(self._resume)
+        self.pause_seconds, self.version = self.on_first(self._resume)
 
-    def _resume(self) -> None:
+    def _resume(self) -> tuple[float, int]:
+        """Return the seconds of the pause, and the version."""
         if not self.control.reset_prefix_cache():
             raise RuntimeError(
                 f"{self.base_url} did not reset its prefix cache after a weight sync: cached prefixes of the old "
                 "weights would be reused. Do not send it requests while it is paused."
             )
         self.control.resume()
+        seconds = time.perf_counter() - self._paused_at
+        self._paused_at = None
+        return seconds, self.version
 
-    def close(self) -> None:
-        """Remove the staged file."""
-        if self._file is not None:
-            self._file.remove()
+
+def _differences(one: dict, other: dict) -> str:
+    """Return names and both values of what differs, empty if nothing does. Dictionaries are compared in turn."""
+    found = []
+    for name in sorted(one.keys() | other.keys()):
+        values = one.get(name), other.get(name)
+        if values[0] == values[1]:
+            continue
+        if all(isinstance(value, dict) for value in values):
+            found.append(f"{name} ({_differences(*values)})")
+        else:
+            found.append(f"{name} {values[0]!r}, {values[1]!r}")
+    return listed(found, 4)

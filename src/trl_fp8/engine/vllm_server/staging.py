@@ -6,9 +6,9 @@ a file that somebody truncates would end the worker's process by SIGBUS, and a s
 The trainer holds a lock on its file, so that files of trainers that died can be told from those in use.
 """
 
-import atexit
 import fcntl
 import os
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +34,7 @@ class Staged(nn.Module):
 
 
 class StagingFile:
-    """The trainer's file, readable by its user alone. It is removed when the trainer ends.
+    """The trainer's file, readable by its user alone. It is removed with this object, or when the process ends.
 
     `tensors`: (dtype, shape) by name, of zeros at first. `OSError` if the folder has no room for all of them.
     """
@@ -49,22 +49,17 @@ class StagingFile:
         name = f"{PREFIX}{os.getpid()}_{os.urandom(8).hex()}"
         self.path = os.path.join(folder, name)
         unlocked = os.path.join(folder, f".{name}")  # `remove_abandoned` of another process looks for no such name
-        self._file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._file, fcntl.LOCK_EX)  # ends with this process, however that ends
+        file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with this process, however that ends
         os.rename(unlocked, self.path)
-        atexit.register(self.remove)
+        self.remove = weakref.finalize(self, _remove, self.path, file, os.getpid())  # its tensors stay usable
         try:
-            os.posix_fallocate(self._file, 0, max(size, 1))  # a full folder is an error now, and not SIGBUS later
+            os.posix_fallocate(file, 0, max(size, 1))  # a full folder is an error now, and not SIGBUS later
         except OSError:
             self.remove()
             raise
         whole = torch.from_file(self.path, shared=True, size=max(size, 1), dtype=torch.uint8)
         self.tensors = {name: _view(whole, *place) for name, place in self.table.items()}
-
-    def remove(self) -> None:
-        """Remove the file. Its tensors stay usable."""
-        with suppress(FileNotFoundError):
-            os.unlink(self.path)
 
 
 class StagedTensors(Mapping[str, torch.Tensor]):
@@ -101,6 +96,13 @@ class StagedTensors(Mapping[str, torch.Tensor]):
 
     def __del__(self):
         self.close()
+
+
+def _remove(path: str, file: int, process: int) -> None:
+    if os.getpid() == process:  # and not one that was forked from it
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+        os.close(file)
 
 
 def opened(path: str, table: Table) -> StagedTensors:
