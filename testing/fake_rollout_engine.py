@@ -105,7 +105,7 @@ class SimulatedScales:
 class FakeRolloutEngine:
     """Samples one token after another, from a generator of its own. `calls` notes the calls of the contract."""
 
-    pinned, replicas = {}, None
+    pinned, replicas, sync_metrics = {}, None, {}
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch  # noqa: E402
 from accelerate.state import DistributedType, PartialState  # noqa: E402
 from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
+from requests.adapters import HTTPAdapter  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
 from trl.distributed import DistributedBackend  # noqa: E402
+from trl.generation.vllm_client import VLLMClient  # noqa: E402
 
 from testing import engines  # noqa: E402
 from testing.chats import Keypad, chat_tokenizer, chats  # noqa: E402
@@ -207,6 +210,64 @@ def shared_base(folder: Path, checkpoint: str, lora: dict, **flags) -> dict:
     }
     engines.shutdown(generation.llm)
     return report
+
+
+def train_at_server(folder: Path, checkpoint: str, url: str, server: int, **flags) -> dict:
+    """A run against a server, then what each rank raises in "errors" if the first one fails, in the end because the
+    server (a process group) is killed in a generation.
+    """
+    flags |= {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 3}
+    trainer = make_trainer(folder, checkpoint, **flags)
+    trainer.train()
+    generation = trainer.vllm_generation
+    client = getattr(generation, "vllm_client", None)
+    report = {
+        "ranks": trainer.accelerator.num_processes,
+        "log": rows(trainer),
+        "audit_failures": generation.audit_failures,
+        "fp8": generation.last_sync.fp8_weights,
+        "policy": digest(torch.cat([each.detach().flatten() for each in trainer.model.parameters()])).item(),
+    }
+
+    def no_room(*args) -> None:
+        raise OSError(28, "No space left on device")
+
+    def no_client(*args) -> None:
+        raise ConnectionError("planted")
+
+    errors = {}
+    for name, (owner, attribute, raising) in {
+        "no room": (os, "posix_fallocate", no_room),
+        "no client": (VLLMClient, "check_server", no_client),
+    }.items():
+        original = getattr(owner, attribute)
+        if client is not None:
+            setattr(owner, attribute, raising)
+        errors[name] = raised(lambda name=name: make_trainer(folder / name, checkpoint, **flags))
+        setattr(owner, attribute, original)
+    generation.sync_weights()
+    if client is not None:
+        client.session.mount("http://", HTTPAdapter())  # TRL's tries for a minute
+        post = client.session.post
+
+        def killing(*args, **kwargs):
+            with suppress(ProcessLookupError):
+                os.killpg(server, signal.SIGKILL)
+            return post(*args, **kwargs)
+
+        client.session.post = killing
+    errors["generate"] = raised(lambda: generation.generate([[4, 5, 6]] * 2, None, 1))
+    errors["sync"] = raised(generation.sync_weights)
+    return report | {"errors": errors}
+
+
+def raised(action: Callable[[], object]) -> str:
+    """Return the error of an action, or nothing."""
+    try:
+        action()
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 def adapters_in_engine(trainer: FP8GRPOTrainer) -> dict[str, torch.Tensor]:

@@ -90,6 +90,7 @@ class RolloutEngine(Protocol):
     replicas: Replicas | None  # the ranks that have to hold the same bytes; None on one process
     last_sync: SyncReport | None  # `Delivery.last`
     audit_failures: int  # `Delivery.failures`
+    sync_metrics: Mapping[str, float]  # further ones of the latest sync, by the names under which they are logged
 
     def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
         """Note that the next generation belongs to `occasion`: the run's seed, its step, and 1 if it trains or 0. What

@@ -114,6 +114,7 @@ class Syncs(Feature, TrainerCallback):
             "fp8/audited_tensors": lowest(sync.audited_tensors),  # the same at every sync, or one was not whole
             "fp8/sync_bytes": mean_of(sync.bytes_sent),
         }
+        rollouts.metrics |= {n: highest(value) for n, value in self.trainer.vllm_generation.sync_metrics.items()}
         if self.trainer.recipe.fp8_weights:
             rollouts.metrics["fp8/weight_relative_error"] = highest(sync.weight_relative_error)
             rollouts.metrics["fp8/dead_blocks"] = highest(sum(sync.dead_blocks.values()))

@@ -118,6 +118,13 @@ def test_the_mismatch_is_split_where_the_run_explained_it(tmp_path):
     assert sum("explain a k3 of 0.043; 0 is unexplained." in answer for answer in answers) == 1
 
 
+def test_the_pause_of_a_server_is_part_of_the_answer_on_syncs(tmp_path):
+    folder = made_up_run(tmp_path, **{"fp8/pause_seconds": 0.25})
+    assert ", and pauses the server for 250 ms (medians)." in " ".join(
+        check.answer for check in checks(read_run(folder))
+    )
+
+
 def test_a_growing_mismatch_is_marked(tmp_path):
     made_up_run(tmp_path, steps=20)
     for step in range(21, 41):

@@ -1,6 +1,6 @@
 """`DeliveredGeneration`: what TRL's `VLLMGeneration` does with the policy, by deliveries that prove themselves."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -31,6 +31,7 @@ class DeliveredGeneration(VLLMGeneration):
     pinned: dict[str, str]
     kernels: EngineKernels | None = None
     replicas: Replicas | None = None
+    sync_metrics: Mapping[str, float] = {}
 
     def __init__(
         self,

@@ -39,6 +39,7 @@ class SeededClient(VLLMClient):
     """
 
     _seed: tuple[int, ...] = ()
+    failure: str | None = None  # why the latest call has no completions
 
     def begin(self, seed: tuple[int, ...]) -> None:
         """Note the seed of the next call."""
@@ -51,8 +52,14 @@ class SeededClient(VLLMClient):
             return super(SeededClient, self).generate([prompts[index]], generation_kwargs=seeded, **options)
 
         options.pop("features", None)
-        with ThreadPoolExecutor(CONCURRENT) as executor:
-            answers = list(executor.map(send, range(len(prompts))))
+        self.failure = None
+        try:
+            with ThreadPoolExecutor(CONCURRENT) as executor:
+                answers = list(executor.map(send, range(len(prompts))))
+        except Exception as error:  # TRL raises `Exception`. Other ranks wait for an answer: `ServerGeneration` raises
+            self.failure = f"{type(error).__name__}: {error}"
+            empty = [[] for _ in range(len(prompts) * options.get("n", 1))]
+            return {"prompt_ids": prompts, "completion_ids": empty, "logprobs": empty, "logprob_token_ids": empty}
         return {key: list(chain.from_iterable(answer[key] for answer in answers)) for key in answers[0]}
 
 
@@ -77,8 +84,7 @@ class ServerGeneration(DeliveredGeneration):
         folder = os.environ.get(FOLDER, DEFAULT_FOLDER)
         device = self.accelerator.device if self.accelerator.device.type != "cpu" else None
         self.engine = StagedEngine(control, self.model, self.recipe, folder, self.server_timeout, device, of_first)
-        if control is not None:
-            self.vllm_client = SeededClient(base_url=url, connection_timeout=self.server_timeout)
+        self.engine.on_first(lambda: self._connect(url))
         self._require_context(self.engine.context)
         self.numerics = self.engine.numerics
         self.weights = PolicyWeights(self)
@@ -90,6 +96,22 @@ class ServerGeneration(DeliveredGeneration):
             replicas=self.replicas,
             carried=self._one_of("carried"),
         )
+
+    @property
+    def sync_metrics(self) -> Mapping[str, float]:
+        return {"fp8/pause_seconds": self.engine.pause_seconds, "fp8/weight_version": float(self.engine.version)}
+
+    def _connect(self, url: str) -> None:
+        self.vllm_client = SeededClient(base_url=url, connection_timeout=self.server_timeout)
+
+    def _require_generated(self) -> None:
+        """Raise `RuntimeError` on all ranks if the server did not answer the first one. Collective."""
+        failure = of_first(self.vllm_client.failure if self.accelerator.is_main_process else None)
+        if failure is not None:
+            raise RuntimeError(
+                f"{self.engine.base_url} did not generate ({failure}). Start it again if it has ended, and resume "
+                "from a checkpoint."
+            )
 
     def _require_supported(self) -> None:
         config = self.model.config
@@ -128,6 +150,7 @@ class ServerGeneration(DeliveredGeneration):
         if self.accelerator.is_main_process:
             self.vllm_client.begin((*self._occasion, calls[self._occasion]))
         output = super().generate(prompts, images, num_generations, profiler)
+        self._require_generated()
         self.delivery.verify()  # another trainer's sync would let requests in flight go on with its weights
         require_same_prompts(prompts, output[0])
         return output
@@ -136,6 +159,7 @@ class ServerGeneration(DeliveredGeneration):
         tokens = of_first(tokens)
         if self.accelerator.is_main_process:
             self.vllm_client.generate([tokens], max_tokens=1)
+        self._require_generated()
         return tokens
 
 

@@ -90,6 +90,9 @@ def _sync_share(run: Run) -> Iterator[Check]:
         answer = f"Sending the weights (the sync) takes {duration(sync)}, {sync / step:.1%} of a step"
         if calibration:
             answer += f", {duration(median(calibration))} of it for the scales of the KV cache"
+        pauses = _logged(run, "fp8/pause_seconds")
+        if pauses:
+            answer += f", and pauses the server for {duration(median(pauses))}"
         yield Check(sync < 0.5 * step, "Is the sync cheap?", f"{answer} (medians).")
 
 

@@ -41,6 +41,7 @@ SYNC_PARTS = {
     "whole sync": "fp8/sync_seconds",
     "quantizing and writing": "fp8/quantize_seconds",
     "calibrating KV scales": "fp8/calibration_seconds",
+    "server paused": "fp8/pause_seconds",
 }
 
 
