@@ -384,11 +384,11 @@ def test_every_published_model_is_planned_in_five_seconds(name, tmp_path):
         ({"gpu_memory": 80}, "Unknown key 'gpu_memory' in "),
         (
             {"vllm_mode": "server"},
-            "vllm_mode='server': a plan is of an engine that shares its GPUs with the trainer.",
+            "a plan is of an engine that shares its GPUs with the trainer, or of one in a server, with --server.",
         ),
         (
             {"vllm_mode": "server", "fp8_weights": False, "kv_cache_dtype": "auto"},
-            "vllm_mode='server': a plan is of an engine that shares its GPUs with the trainer.",
+            "a plan is of an engine that shares its GPUs with the trainer, or of one in a server, with --server.",
         ),
     ],
 )
@@ -425,3 +425,27 @@ def test_engines_are_not_split_where_their_routes_are_read(tmp_path, capsys):
         found = json.loads(capsys.readouterr().out)
         sizes[replay] = {one["tensor_parallel_size"] for one in (found, *found["fits_instead"])}
     assert sizes == {"off": {1, 2}, "rollout": {1}}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_plan_with_a_server_moves_the_engine_and_its_flags_start_one(name, plan):
+    beside = plan(name, "--gpus", "8")
+    apart = plan(name, "--gpus", "8", "--server")
+    assert apart["trainer"]["gib_per_gpu"] == beside["gib_per_gpu"]["trainer"]
+    assert apart["trainer"]["host_gib_per_process"] == beside["weights_gib"]["fp8"]
+    server = apart["server"]
+    assert server["fits"]
+    alone = plan(
+        name, "--gpus", "8", "--server", "--tensor-parallel-size", str(server["gpus"]), "--kv-cache-dtype", "auto"
+    )
+    assert "--kv-cache-dtype auto" in alone["server"]["command"] and "auto" not in server["command"]
+    assert max(alone["server"]["kv_tokens"].values()) < max(server["kv_tokens"].values())
+    assert (server["gpus"] > 1) == (f"--tensor-parallel-size {server['gpus']}" in server["command"])
+
+
+def test_a_plan_with_a_server_says_what_it_moves_and_that_gpus_are_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-0.6B"]))
+    assert main(["plan", str(tmp_path), "--server"]) == 0
+    text = capsys.readouterr().out
+    assert "moves to the server: weights of the engine, KV cache" in text and "a trainer on a GPU is refused" in text
+    assert main(["plan", str(tmp_path), "--vllm_mode", "server"]) == 2

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from transformers import CONFIG_MAPPING
 
 from trl_fp8.planning.capacity import LORA_RANK, SIZES, Planner
+from trl_fp8.planning.server_capacity import server_capacity
 from trl_fp8.planning.trainer_memory import BYTES, GIB, Setup
 from trl_fp8.policy.model import dequantizing_config
 from trl_fp8.quantization.formats import FORMATS
@@ -23,7 +24,7 @@ from trl_fp8.run.locations import model_config
 from trl_fp8.scripts.arguments import Arguments, Parser, name_of
 from trl_fp8.upstream.vllm import engine_class
 
-from .plan_text import CHOSEN, SAVING, as_json, as_text
+from .plan_text import CHOSEN, SAVING, as_json, as_text, server_as_json, server_as_text
 
 
 CONTEXT, MOST_PROMPT = Setup.tokens, 512  # planned for where nothing is set
@@ -67,6 +68,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         parser.add_argument(*dict.fromkeys((flag, f"--{name_of(flag)}")), **options)
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     parser.add_argument("--modules", action="store_true", help="which modules are FP8, and why others are not")
+    parser.add_argument("--server", action="store_true", help="for an engine in a server, on GPUs of its own")
     parser.add_argument("--json", action="store_true", help="figures for scripts")
 
 
@@ -116,6 +118,9 @@ def run(words: list[str]) -> str:
             f"{_shown(arguments, 'vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of "
             f"{outline.name} by it. Give --tensor-parallel-size 1, or a divisor of their number."
         )
+    if values.server:
+        server = server_capacity(planner, setup)
+        return json.dumps(server_as_json(server), indent=2) if values.json else server_as_text(server)
     capacity = planner.capacity(setup)
     ways = [] if capacity.why_not is None else planner.ways(setup)
     if values.json:
@@ -137,7 +142,7 @@ def read_arguments(words: list[str]) -> Arguments:
     # accelerate's name, and in a run config a key whose type is checked
     parser.by_name["num_processes"] = parser.add_argument("--num_processes", "--num-processes", type=int)
     arguments = parser.read(words)
-    own_flags = {name for name, *_ in FLAGS.values()}.union(CHOSEN, ("engine", "modules", "json"))
+    own_flags = {name for name, *_ in FLAGS.values()}.union(CHOSEN, ("engine", "modules", "json", "server"))
     for name, word in arguments.spelled.items():
         if name not in own_flags:
             raise ValueError(f"{word} is no flag of a plan. Put it into a run config, and give that with --config.")
@@ -160,6 +165,8 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
     chosen = {"vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "max_completion_length"}
     stated = {name: None if is_alone and name not in spelled else getattr(values, name) for name in chosen}
     ranks = stated["vllm_tensor_parallel_size"] or 1
+    if values.server:
+        ranks = 1  # of the engine on the trainer's GPUs: it has none there
     gpus = values.num_processes or ranks
     if gpus % ranks:
         raise ValueError(
@@ -182,10 +189,12 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
         changes["generation_batch_size"] = None  # the plan finds the steps that come to it
     vars(values).update(changes)
     _, args, model, _ = arguments.configs(gpus)
-    for name, is_fine in ("vllm_mode", args.vllm_mode == "colocate"), ("use_vllm", args.use_vllm):
+    mode = "server" if values.server else "colocate"
+    for name, is_fine in ("vllm_mode", args.vllm_mode == mode), ("use_vllm", args.use_vllm):
         if not is_fine and arguments.sets(name):
             raise ValueError(
-                f"{_shown(arguments, name)}: a plan is of an engine that shares its GPUs with the trainer."
+                f"{_shown(arguments, name)}: a plan is of an engine that shares its GPUs with the trainer, or of one "
+                "in a server, with --server."
             )
     dtype = model.dtype or "bfloat16"  # of what is beside an FP8 base
     if dtype not in BYTES:

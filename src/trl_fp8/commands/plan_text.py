@@ -9,6 +9,7 @@ from trl import ModelConfig
 from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.planning.capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
 from trl_fp8.planning.risks import risks
+from trl_fp8.planning.server_capacity import ServerCapacity
 from trl_fp8.planning.trainer_memory import GIB
 from trl_fp8.recipe.messages import format_bytes
 from trl_fp8.recipe.names import MLA
@@ -137,6 +138,85 @@ def as_text(capacity: Capacity, ways: list[Capacity], assumed: Sequence[str] = (
     return "\n".join(lines)
 
 
+def server_as_json(capacity: ServerCapacity) -> dict:
+    """Return the figures of a server and its trainer under fixed names, for scripts."""
+    server, trainer = capacity.server, capacity.trainer
+    return {
+        "model": server.plan.outline.name,
+        "server": {
+            "gpus": server.ranks,
+            "gib_per_gpu": {"engine": server.engine_bytes / GIB, "weights": server.weight_bytes / GIB},
+            "kv_tokens": server.kv_tokens,
+            "fits": server.why_no_cache is None,
+            "command": serve_words(capacity),
+        },
+        "trainer": {
+            "gpus": trainer.setup.gpus,
+            "gib_per_gpu": {name: getattr(trainer.trainer, name) / GIB for name in (*PARTS, "uncounted", "total")},
+            "limit": trainer.limit_bytes / GIB,
+            "host_gib_per_process": capacity.staged_bytes / GIB,
+            "fits": capacity.trainer_fits,
+        },
+    }
+
+
+def server_as_text(capacity: ServerCapacity) -> str:
+    """Return the summary of a trainer with a server: what moves to the server, and what stays."""
+    server, trainer = capacity.server, capacity.trainer
+    limit = f"{_gib(trainer.limit_bytes)} GiB"
+    verdict = "fits" if capacity.trainer_fits else f"DOES NOT FIT ({_gib(trainer.total_bytes)} GiB are more)"
+    gpus = f"{server.ranks} GPUs" if server.ranks > 1 else "1 GPU"
+    served = "fits" if server.why_no_cache is None else f"DOES NOT FIT ({server.why_no_cache})"
+    lines = [
+        *_model(server),
+        "",
+        f"{_kind(trainer)}, and a server on {gpus} of its own. GiB per GPU, computed, not measured:",
+        f"  trainer {_gib(trainer.trainer.total):>6}  {_trainer_parts(trainer)}, of {limit}: {verdict}",
+        f"  server  {_gib(server.engine_bytes):>6}  {_engine_parts(server)}: {served}",
+        f"  host    {_gib(capacity.staged_bytes):>6}  staged weights, in shared memory, for each training process",
+        "",
+        "moves to the server: weights of the engine, KV cache, vLLM. Stays: the policy, its training, the scoring.",
+        "watch: vllm_mode='server' with FP8 runs on a CPU so far; a trainer on a GPU is refused (docs/servers.md).",
+        f"serve: {serve_words(capacity)}",
+        f"flags: --vllm_mode server --vllm_max_model_length {server.setup.tokens}",
+    ]
+    return "\n".join(lines)
+
+
+def serve_words(capacity: ServerCapacity) -> str:
+    """Return the command that starts the server of a plan."""
+    server = capacity.server
+    recipe = server.plan.recipe
+    words = ["trl-fp8", "serve", server.plan.outline.name, "--max-model-len", str(server.setup.tokens)]
+    if server.ranks > 1:
+        words += ["--tensor-parallel-size", str(server.ranks)]
+    if not recipe.fp8_weights:
+        words.append("--no-fp8-weights")
+    elif recipe.format.name != DEFAULTS["fp8_weight_format"]:
+        words += ["--weight-format", recipe.format.name]
+    if not recipe.fp8_kv_cache:
+        words += ["--kv-cache-dtype", "auto"]
+    return " ".join([*words, "--gpu-memory-utilization", f"{server.utilization:g}"])
+
+
+def _trainer_parts(capacity: Capacity) -> str:
+    """Return the trainer's memory on a GPU, part by part."""
+    sizes = {name: getattr(capacity.trainer, part) for part, name in PARTS.items()}
+    return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size >= LEAST_SHOWN)
+
+
+def _engine_parts(capacity: Capacity) -> str:
+    """Return the engine's memory on a GPU, part by part, and the tokens in its KV cache."""
+    in_engine = capacity.trainer.in_engine
+    adapters = f", adapters {_gib(in_engine)}" if in_engine else ""
+    tokens = f"{capacity.held_tokens:,} tokens"
+    if len(capacity.kv_tokens) > 1:
+        tokens += f" (BF16 engine: {capacity.kv_tokens['bf16']:,})"
+    tokens += f", on {capacity.ranks} GPUs together" if capacity.ranks > 1 else ""
+    weights = f"weights {_gib(capacity.weight_bytes - in_engine)}{adapters}, vLLM {RESERVED_BYTES / GIB:.0f}"
+    return f"share {capacity.utilization:g}: {weights}, KV cache {_gib(max(0.0, capacity.kv_bytes))}: {tokens}"
+
+
 def _model(capacity: Capacity) -> list[str]:
     """Return two lines on the model in the engine."""
     plan, recipe = capacity.plan, capacity.plan.recipe
@@ -156,17 +236,6 @@ def _model(capacity: Capacity) -> list[str]:
 def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
     """Return the table of a GPU's memory, with the verdict in its last row."""
     setup, trainer, ranks = capacity.setup, capacity.trainer, capacity.ranks
-    sizes = {name: getattr(trainer, part) for part, name in PARTS.items()}
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size >= LEAST_SHOWN)
-    # The engine
-    adapters = f", adapters {_gib(trainer.in_engine)}" if trainer.in_engine else ""
-    tokens = f"{capacity.held_tokens:,} tokens"
-    if len(capacity.kv_tokens) > 1:
-        tokens += f" (BF16 engine: {capacity.kv_tokens['bf16']:,})"
-    tokens += f", on {ranks} GPUs together" if ranks > 1 else ""
-    engine = f"weights {_gib(capacity.weight_bytes - trainer.in_engine)}{adapters}, vLLM {RESERVED_BYTES / GIB:.0f}"
-    engine += f", KV cache {_gib(max(0.0, capacity.kv_bytes))}: {tokens}"
-    # Both
     free = 1 - capacity.limit_bytes / setup.gpu_bytes
     limit = f"{_gib(capacity.limit_bytes)} GiB ({free:.0%} stay free for what is not counted)"
     if setup.args.vllm_enable_sleep_mode:
@@ -180,8 +249,8 @@ def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
     lines = [
         f"{_kind(capacity)}, sequences of {setup.tokens:,} tokens, {setup.completions:,} completions a generation.",
         "GiB per GPU, computed, not measured:",
-        f"  trainer {_gib(trainer.total):>6}  {parts}".rstrip(),
-        f"  engine  {_gib(capacity.engine_bytes):>6}  share {capacity.utilization:g}: {engine}",
+        f"  trainer {_gib(trainer.total):>6}  {_trainer_parts(capacity)}".rstrip(),
+        f"  engine  {_gib(capacity.engine_bytes):>6}  {_engine_parts(capacity)}",
         f"  total   {_gib(capacity.total_bytes):>6}  of {limit}: {verdict}",
     ]
     if setup.args.base_in_engine:

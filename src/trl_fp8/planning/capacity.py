@@ -72,6 +72,11 @@ class Capacity:
         """Return a sentence on what does not fit; None if everything fits."""
         if self.total_bytes > self.limit_bytes:
             return f"{self.total_bytes / GIB:.1f} GiB are more than {self.limit_bytes / GIB:.1f}"
+        return self.why_no_cache
+
+    @property
+    def why_no_cache(self) -> str | None:
+        """Return a sentence on a KV cache that is too small; None if it is not."""
         least = min(self.sequences, LEAST_SEQUENCES)
         if self.held_tokens < least * self.setup.tokens:
             return f"no KV cache for {least} sequences of {self.setup.tokens:,} tokens"
