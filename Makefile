@@ -52,11 +52,12 @@ MODEL := dense
 DEMO_dense := grpo_addition
 DEMO_moe := grpo_addition_moe
 DEMO_lora := grpo_addition_lora
-DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense, MODEL=moe and MODEL=lora))
+DEMO_server := grpo_addition_server
+DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense, MODEL=moe, MODEL=lora and MODEL=server))
 
 .PHONY: demo test test-chosen test-quick lint format docs models claims site bench bench-table release clean
 
-demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe and MODEL=lora: others
+demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe, MODEL=lora, MODEL=server: others
 	$(if $(filter cpu,$(ENGINE)),OMP_NUM_THREADS=2) $(BIN)/python examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
 
 # In the order of the folders: xdist's own puts modules of one test, the longest, last, where one worker waits for the other

@@ -15,6 +15,7 @@ writes to `output_dir`:
     report.png      reward, mismatch, completion length and sync time over the steps
     model and checkpoint files as TRL writes them, in high precision
 
+With `grpo_addition_server.yaml` a vLLM server generates, which the script starts and ends (CPU).
 With `grpo_addition_moe.yaml` the policy is a mixture of experts of 1.0 M parameters, of which a token uses 0.4 M; with
 `grpo_addition_lora.yaml` only adapters are trained.
 
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +54,7 @@ from addition_task import (
 )
 from compare_precisions import PRECISIONS
 from demo_report import Reference, demo_table, headline, plot_training, stored_reference
+from demo_server import own_server
 from peft import LoraConfig
 from trl import TrlParser
 
@@ -127,6 +130,12 @@ def adapters(script: ScriptArguments) -> LoraConfig | None:
 def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
     # Policy
     checkpoint = str(cached_checkpoint(PretrainRecipe.of(script.arch, seed=script.pretrain_seed)))
+    needs_server = args.vllm_mode == "server" and args.vllm_server_base_url is None
+    with own_server(checkpoint, args) if needs_server else nullcontext():
+        train(checkpoint, script, args)
+
+
+def train(checkpoint: str, script: ScriptArguments, args: FP8GRPOConfig) -> None:
     bf16 = trained_in_bf16(args.output_dir) if script.compare else None
 
     # Training

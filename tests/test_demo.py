@@ -4,15 +4,20 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import matplotlib
 import pytest
 
-from examples import addition_task
+from examples import addition_task, demo_server
 from testing.processes import alone
+from testing.runs import arguments
+from testing.tiny_models import save_checkpoint
+from trl_fp8.commands.serve import command as serve_command
 
 
 ROOT = Path(__file__).parents[1]
@@ -51,11 +56,40 @@ def command() -> list[str]:
     return [sys.executable, *words[next(at for at, word in enumerate(words) if word.endswith("/python")) + 1 :]]
 
 
-@pytest.mark.parametrize("model", ["moe", "lora"])
+@pytest.mark.parametrize("model", ["moe", "lora", "server"])
 def test_make_has_settings_for_each_policy(model):
     settings = f"examples/grpo_addition_{model}.yaml"
     assert (ROOT / settings).is_file() and f"--config {settings}" in dry_run(f"MODEL={model}").stdout
-    assert "MODEL=lorra: the demo knows MODEL=dense, MODEL=moe and MODEL=lora" in dry_run("MODEL=lorra").stderr
+    assert (
+        "MODEL=lorra: the demo knows MODEL=dense, MODEL=moe, MODEL=lora and MODEL=server"
+        in dry_run("MODEL=lorra").stderr
+    )
+
+
+def test_the_demos_server_has_the_flags_of_its_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_FP8_TRANSFER", str(tmp_path))
+    checkpoint = save_checkpoint(tmp_path / "checkpoint")
+    args = arguments(tmp_path / "run", vllm_mode="server", kv_cache_dtype="auto", per_device_train_batch_size=16)
+    words = demo_server.serve_command(checkpoint, args, 8123)
+    assert words[1:4] == ["-m", "trl_fp8.commands.cli", "serve"]
+    vllm_words, _, text = serve_command(words[4:])
+    for flag, value in {"--max-model-len": "64", "--max-num-seqs": "16", "--kv-cache-dtype": "auto"}.items():
+        assert vllm_words[vllm_words.index(flag) + 1] == value
+    assert "--vllm_server_base_url http://127.0.0.1:8123" in text
+
+
+def test_the_demos_server_ends_with_its_run_also_at_ctrl_c(tmp_path):
+    script = "import signal, subprocess, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+    script += "subprocess.Popen(['sleep', '1000']); print('up', flush=True); time.sleep(1000)"
+    log = tmp_path / "log"
+    with pytest.raises(KeyboardInterrupt), demo_server.running([sys.executable, "-c", script], log) as process:
+        while "up" not in log.read_text():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+    assert not Path(f"/proc/{process.pid}").exists()
+    states = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
+    assert not [state for state, _, group, *_ in states if int(group) == process.pid and state != "Z"]
 
 
 @pytest.mark.engine
