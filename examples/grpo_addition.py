@@ -15,7 +15,7 @@ writes to `output_dir`:
     report.png      reward, mismatch, completion length and sync time over the steps
     model and checkpoint files as TRL writes them, in high precision
 
-With `grpo_addition_server.yaml` a vLLM server generates, which the script starts and ends (CPU).
+With `grpo_addition_server.yaml` a vLLM server generates, which the script starts and ends.
 With `grpo_addition_moe.yaml` the policy is a mixture of experts of 1.0 M parameters, of which a token uses 0.4 M; with
 `grpo_addition_lora.yaml` only adapters are trained.
 

@@ -165,7 +165,7 @@ def test_each_worker_holds_the_quantized_policy_and_its_scales_after_each_sync(p
 def test_what_is_written_on_a_device_is_copied_to_the_file_before_the_pause(policy, server, tmp_path, monkeypatch):
     recipe = recipe_for_model(policy)
     engine = StagedEngine(server, policy, recipe, str(tmp_path), 1, torch.device("cpu"))
-    delivery = InPlaceDelivery(engine, policy, recipe, carried=Scales(engine.kv_scales()))
+    delivery = InPlaceDelivery(engine, policy, recipe, carried=SomeScales(engine.kv_scales(), 2))
     for step in (1, 2):
         perturb(policy, step)
         deliver(delivery, policy)
@@ -176,7 +176,6 @@ def test_what_is_written_on_a_device_is_copied_to_the_file_before_the_pause(poli
     monkeypatch.setattr(engine, "_copy_to_file", lambda: None)  # the server would go on with the second policy
     with pytest.raises(RuntimeError, match="weight sync failed its audit: .* hold other bytes than were sent"):
         deliver(delivery, policy)
-    engine.close()
 
 
 def test_a_server_is_connected_once_and_paused_until_the_audit_has_passed(policy, server, delivery):

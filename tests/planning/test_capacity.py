@@ -432,7 +432,7 @@ def test_a_plan_with_a_server_moves_the_engine_and_its_flags_start_one(name, pla
     beside = plan(name, "--gpus", "8")
     apart = plan(name, "--gpus", "8", "--server")
     assert apart["trainer"]["gib_per_gpu"] == beside["gib_per_gpu"]["trainer"]
-    assert apart["trainer"]["host_gib_per_process"] == beside["weights_gib"]["fp8"]
+    assert apart["trainer"]["staged_gib"] == beside["weights_gib"]["fp8"]
     server = apart["server"]
     assert server["fits"]
     alone = plan(
@@ -443,9 +443,9 @@ def test_a_plan_with_a_server_moves_the_engine_and_its_flags_start_one(name, pla
     assert (server["gpus"] > 1) == (f"--tensor-parallel-size {server['gpus']}" in server["command"])
 
 
-def test_a_plan_with_a_server_says_what_it_moves_and_that_gpus_are_refused(tmp_path, capsys):
+def test_a_plan_with_a_server_says_what_it_moves_and_where_that_has_run(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-0.6B"]))
     assert main(["plan", str(tmp_path), "--server"]) == 0
     text = capsys.readouterr().out
-    assert "moves to the server: weights of the engine, KV cache" in text and "a trainer on a GPU is refused" in text
+    assert "moves to the server: weights of the engine, KV cache" in text and "has run on CPUs only" in text
     assert main(["plan", str(tmp_path), "--vllm_mode", "server"]) == 2

@@ -154,7 +154,7 @@ def server_as_json(capacity: ServerCapacity) -> dict:
             "gpus": trainer.setup.gpus,
             "gib_per_gpu": {name: getattr(trainer.trainer, name) / GIB for name in (*PARTS, "uncounted", "total")},
             "limit": trainer.limit_bytes / GIB,
-            "host_gib_per_process": capacity.staged_bytes / GIB,
+            "staged_gib": capacity.staged_bytes / GIB,
             "fits": capacity.trainer_fits,
         },
     }
@@ -164,19 +164,20 @@ def server_as_text(capacity: ServerCapacity) -> str:
     """Return the summary of a trainer with a server: what moves to the server, and what stays."""
     server, trainer = capacity.server, capacity.trainer
     limit = f"{_gib(trainer.limit_bytes)} GiB"
-    verdict = "fits" if capacity.trainer_fits else f"DOES NOT FIT ({_gib(trainer.total_bytes)} GiB are more)"
+    verdict = "fits" if capacity.trainer_fits else f"DOES NOT FIT ({_gib(capacity.trainer_bytes)} GiB are more)"
     gpus = f"{server.ranks} GPUs" if server.ranks > 1 else "1 GPU"
     served = "fits" if server.why_no_cache is None else f"DOES NOT FIT ({server.why_no_cache})"
     lines = [
         *_model(server),
         "",
         f"{_kind(trainer)}, and a server on {gpus} of its own. GiB per GPU, computed, not measured:",
-        f"  trainer {_gib(trainer.trainer.total):>6}  {_trainer_parts(trainer)}, of {limit}: {verdict}",
+        f"  trainer {_gib(capacity.trainer_bytes):>6}  {_trainer_parts(trainer)}, staged FP8 weights "
+        f"{_gib(capacity.staged_bytes)}, of {limit}: {verdict}",
         f"  server  {_gib(server.engine_bytes):>6}  {_engine_parts(server)}: {served}",
-        f"  host    {_gib(capacity.staged_bytes):>6}  staged weights, in shared memory, for each training process",
+        f"Shared memory of the host: {_gib(capacity.staged_bytes)} GiB, the staged weights once more.",
         "",
         "moves to the server: weights of the engine, KV cache, vLLM. Stays: the policy, its training, the scoring.",
-        "watch: vllm_mode='server' with FP8 runs on a CPU so far; a trainer on a GPU is refused (docs/servers.md).",
+        "watch: vllm_mode='server' with FP8 has run on CPUs only; trainer and server share a host (docs/servers.md)",
         f"serve: {serve_words(capacity)}",
         f"flags: --vllm_mode server --vllm_max_model_length {server.setup.tokens}",
     ]

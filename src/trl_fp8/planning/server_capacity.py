@@ -18,12 +18,17 @@ class ServerCapacity:
 
     @property
     def staged_bytes(self) -> int:
-        """Return the size of the FP8 copy of the policy in host memory, one for each training process."""
+        """Return the size of the FP8 copy of the policy on each GPU of the trainer, and once in host memory."""
         return self.server.plan.bytes_after
 
     @property
+    def trainer_bytes(self) -> float:
+        """Return what the trainer takes of each GPU."""
+        return self.trainer.total_bytes + self.staged_bytes
+
+    @property
     def trainer_fits(self) -> bool:
-        return self.trainer.total_bytes <= self.trainer.limit_bytes
+        return self.trainer_bytes <= self.trainer.limit_bytes
 
 
 def server_capacity(planner: Planner, setup: Setup) -> ServerCapacity:
