@@ -84,7 +84,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("*", "rollouts.metrics"): "the same",
     ("features/*", "trainer.recipe"): "the run's, which two features resolve before the engine starts",
-    ("engine/vllm/scale_copies.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
+    ("engine/vllm/scale_copies.py", "module*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/kv_cache/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization takes no argument",
     ("features/one_forward/*", "finalizer.atexit"): "weakref.finalize takes no argument for it",
     ("features/one_forward/followed_reference.py", "self._part.seal"): "a record of a delivery",
