@@ -1,4 +1,4 @@
-"""How long a sync keeps a vLLM server from generating, beside TRL's own way, and how many bytes its workers read.
+"""How long a sync keeps a vLLM server from generating, and how many bytes its workers read.
 
     python -m benchmarks.bench_server [--syncs 8]
 
@@ -6,9 +6,6 @@ A server is forked and trained against, for a tiny policy and for one of 157 M p
 `pause_seconds` is the time from the call of /pause to the answer of /resume, so it contains the workers' copies, their
 checksums and the trainer's comparison; `sync_seconds` is the whole sync, with the quantization. The first sync is left
 out: it also shows the file to the workers.
-
-`trl_pause_seconds` is the time of TRL's calls to a second server, in BF16, by turns with syncs to the first
-(`stock_weights.py`), and `pause_over_trl` the ratio of each pair. TRL pauses nothing and compares nothing.
 """
 
 import argparse
@@ -18,19 +15,14 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import httpx
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from testing import forked_server, record
-from testing.engines import perturb
 from testing.runs import arguments, dataset, reward_digits, rows
-from testing.staged_trainer import StagedTrainer
 from testing.tiny_models import save_checkpoint
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.vllm_server.plugin import FOLDER, TOKEN
-
-from . import stock_weights
 
 
 def main() -> None:
@@ -45,8 +37,6 @@ def main() -> None:
             # A process of its own for each: a server is forked before its trainer starts process groups
             with ProcessPoolExecutor(1, get_context("spawn")) as process:
                 row = process.submit(measured, checkpoint, Path(folder, name), options.syncs).result()
-            with ProcessPoolExecutor(1, get_context("spawn")) as process:
-                row |= process.submit(beside_trl, checkpoint, Path(folder, f"{name}_trl"), options.syncs).result()
             found.append({"policy": name} | row)
             print(found[-1], flush=True)
             record.write("server", options.syncs, {"rows": found}, options.results)
@@ -72,35 +62,6 @@ def measured(checkpoint: str, folder: Path, syncs: int) -> dict:
             "audit_failures": generation.audit_failures,
         }
         return result
-
-
-def beside_trl(checkpoint: str, folder: Path, syncs: int) -> dict:
-    """Return the times of syncs to an FP8 server and of TRL's to one in BF16, by turns."""
-    folder.mkdir()
-    with (
-        forked_server.running(checkpoint, folder / "transfer", kv_cache_dtype="fp8") as server,
-        forked_server.running(checkpoint, folder / "trl", stock_weights.start) as stock,
-    ):
-        trainer = StagedTrainer(server, seed=1)
-        sender = stock_weights.Sender(stock, trainer.model)
-        pauses, of_trl, answers = [], [], []
-        for step in range(syncs + 1):
-            perturb(trainer.model, step)
-            trainer.sync()
-            pauses.append(trainer.engine.pause_seconds)
-            of_trl.append(sender.sync())
-            body = {"model": checkpoint, "prompt": [[4, 5, 6]], "max_tokens": 1, "logprobs": 1}
-            answer = httpx.post(f"{stock.url}/v1/completions", json=body, timeout=60)
-            answers.append(answer.json()["choices"][0]["logprobs"]["token_logprobs"][0])
-        if len(set(answers)) != len(answers):
-            raise RuntimeError(f"TRL's weights did not arrive: {answers}")
-        ratios = [own / trl for own, trl in zip(pauses[1:], of_trl[1:], strict=True)]
-        return {
-            "pause_seconds_beside_trl": record.spread(pauses[1:]),
-            "trl_pause_seconds": record.spread(of_trl[1:]),
-            "trl_bytes": sender.bytes,
-            "pause_over_trl": record.spread(ratios),
-        }
 
 
 def _larger(folder: Path, tiny: str) -> str:
