@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import bench_anatomy, bench_gradient
-from benchmarks.bench_gradient import CORRECTIONS, DOSES, Case, compared, inner_products, statistics
+from benchmarks.bench_gradient import Case, inner_products, statistics
 from benchmarks.simulated_engine import Sequences, SimulatedEngine, calibrated_scales, log_probs
 from testing import fp8_oracle, record
 
@@ -117,13 +117,15 @@ def test_effective_sample_sizes_of_lognormal_weights():
     assert bench_anatomy.extrapolated(lognormal(0.5), 16)["value"] == pytest.approx(np.exp(-1.0), rel=0.1)
 
 
-def sketches(mean, noise, seed, prompts=8, repeats=24, bins=64):
+def sketches(mean, noise, seed, prompts=8, repeats=96, bins=64):
     drawn = torch.randn(prompts, repeats, bins, generator=torch.Generator().manual_seed(seed))
     return mean + noise * drawn
 
 
 def test_bias_cosine_and_noise_of_known_gradients():
-    """Noise eight times the mean: a bias without products of different groups would be five times too large."""
+    """Noise is eight times the mean. Of two equal arms the squared bias has a standard deviation of 0.03; products of
+    groups with themselves would add 0.17.
+    """
     mean = torch.zeros(64)
     mean[0] = 1.0
     turned = torch.zeros(64)
@@ -187,17 +189,3 @@ def test_committed_tokens_are_as_many_as_the_file_says():
     rows = [json.loads(line) for line in gzip.decompress(bench_anatomy.TABLE.read_bytes()).splitlines()]
     found = committed("anatomy")
     assert len(rows) == found["sequences"] and {len(row["completion"]) for row in rows} == {found["tokens"]}
-
-
-@pytest.mark.parametrize("policy_name", bench_gradient.CASES)
-def test_rows_of_the_gradient_follow_from_the_committed_products(policy_name):
-    products = dict(np.load(bench_gradient.product_file(record.RESULTS)))
-    found = committed("gradient")[policy_name]
-    assert list(found["doses"]) == list(DOSES)
-    for dose in ("bf16_again", "linears_kv"):
-        row = found["doses"][dose]["corrections"]
-        assert list(row) == (["none"] if dose == "bf16_again" else list(CORRECTIONS))
-        for correction, stated in row.items():
-            again = compared(products, policy_name, dose, correction)
-            for name, value in again.items():
-                assert flat(stated[name]) == pytest.approx(flat(value), rel=1e-3, abs=1e-6), (dose, correction, name)
