@@ -23,7 +23,7 @@ from trl_fp8.commands.serve import command as serve_command
 ROOT = Path(__file__).parents[1]
 LINES = (
     r"Importing torch, TRL and vLLM .*",
-    r"(Starting the engine; .*|The first step takes longer .*)",  # on a busy host
+    r"(Starting the engine; .*|The first step takes longer: .*)",  # on a busy host
     r"FP8 plan: 14 linear layers, 95\.8% of parameters, 801\.8 KiB -> 417\.8 KiB",
     r"KV cache: e4m3, 1\.0 KiB -> 512 B per token \(2\.0x the tokens\)",
     r"In BF16:  lm_head \(output head\)",
