@@ -61,7 +61,7 @@ What a script imports, from the docstrings. The command line is in the [quicksta
 
 | | |
 |---|---|
-| `from trl_fp8 import ...` | [`FP8GRPOTrainer`][trl_fp8.trainer.FP8GRPOTrainer], [`FP8GRPOConfig`][trl_fp8.config.FP8GRPOConfig], [`FP8DistillationTrainer`][trl_fp8.trainers.distillation_trainer.FP8DistillationTrainer], [`FP8DistillationConfig`][trl_fp8.trainers.distillation_trainer.FP8DistillationConfig], [`FP8SDFTTrainer`][trl_fp8.trainers.sdft_trainer.FP8SDFTTrainer], [`FP8SDFTConfig`][trl_fp8.trainers.sdft_trainer.FP8SDFTConfig], [`FP8SDPOTrainer`][trl_fp8.trainers.sdpo_trainer.FP8SDPOTrainer], [`FP8SDPOConfig`][trl_fp8.trainers.sdpo_trainer.FP8SDPOConfig], [`FP8GMPOTrainer`][trl_fp8.trainers.gmpo_trainer.FP8GMPOTrainer], [`FP8GMPOConfig`][trl_fp8.trainers.gmpo_trainer.FP8GMPOConfig], [`FP8RLOOTrainer`][trl_fp8.trainers.rloo_trainer.FP8RLOOTrainer], [`FP8RLOOConfig`][trl_fp8.trainers.rloo_trainer.FP8RLOOConfig], [`FP8ProgressCallback`][trl_fp8.run.progress.FP8ProgressCallback], [`FP8Recipe`][trl_fp8.recipe.recipe.FP8Recipe], [`FP8Rollouts`][trl_fp8.rollouts.FP8Rollouts], [`SyncAuditCallback`][trl_fp8.engine.vllm.sync_audit.SyncAuditCallback] |
+| `from trl_fp8 import ...` | [`FP8GRPOTrainer`][trl_fp8.trainer.FP8GRPOTrainer], [`FP8GRPOConfig`][trl_fp8.config.FP8GRPOConfig], [`FP8DistillationTrainer`][trl_fp8.trainers.distillation_trainer.FP8DistillationTrainer], [`FP8DistillationConfig`][trl_fp8.trainers.distillation_trainer.FP8DistillationConfig], [`FP8SDFTTrainer`][trl_fp8.trainers.sdft_trainer.FP8SDFTTrainer], [`FP8SDFTConfig`][trl_fp8.trainers.sdft_trainer.FP8SDFTConfig], [`FP8SDPOTrainer`][trl_fp8.trainers.sdpo_trainer.FP8SDPOTrainer], [`FP8SDPOConfig`][trl_fp8.trainers.sdpo_trainer.FP8SDPOConfig], [`FP8GMPOTrainer`][trl_fp8.trainers.gmpo_trainer.FP8GMPOTrainer], [`FP8GMPOConfig`][trl_fp8.trainers.gmpo_trainer.FP8GMPOConfig], [`FP8GOLDTrainer`][trl_fp8.trainers.gold_trainer.FP8GOLDTrainer], [`FP8GOLDConfig`][trl_fp8.trainers.gold_trainer.FP8GOLDConfig], [`FP8IWOPDTrainer`][trl_fp8.trainers.iw_opd_trainer.FP8IWOPDTrainer], [`FP8IWOPDConfig`][trl_fp8.trainers.iw_opd_trainer.FP8IWOPDConfig], [`FP8RLOOTrainer`][trl_fp8.trainers.rloo_trainer.FP8RLOOTrainer], [`FP8RLOOConfig`][trl_fp8.trainers.rloo_trainer.FP8RLOOConfig], [`FP8ProgressCallback`][trl_fp8.run.progress.FP8ProgressCallback], [`FP8Recipe`][trl_fp8.recipe.recipe.FP8Recipe], [`FP8Rollouts`][trl_fp8.rollouts.FP8Rollouts], [`SyncAuditCallback`][trl_fp8.engine.vllm.sync_audit.SyncAuditCallback] |
 | `from trl_fp8.export.export import ...` | [`export_fp8`][trl_fp8.export.export.export_fp8] |
 | `from trl_fp8.export.file_checksums import ...` | [`verify_export`][trl_fp8.export.file_checksums.verify_export] |
 | `from trl_fp8.export.push import ...` | [`push_export`][trl_fp8.export.push.push_export] |
@@ -101,6 +101,22 @@ The names of the first row are the package's public ones. The others stand where
       members: false
 
 ::: trl_fp8.trainers.sdpo_trainer.FP8SDPOConfig
+    options:
+      members: false
+
+::: trl_fp8.trainers.gold_trainer.FP8GOLDTrainer
+    options:
+      members: false
+
+::: trl_fp8.trainers.gold_trainer.FP8GOLDConfig
+    options:
+      members: false
+
+::: trl_fp8.trainers.iw_opd_trainer.FP8IWOPDTrainer
+    options:
+      members: false
+
+::: trl_fp8.trainers.iw_opd_trainer.FP8IWOPDConfig
     options:
       members: false
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .trainer import FP8GRPOTrainer
     from .trainers.distillation_trainer import FP8DistillationConfig, FP8DistillationTrainer
     from .trainers.gmpo_trainer import FP8GMPOConfig, FP8GMPOTrainer
+    from .trainers.gold_trainer import FP8GOLDConfig, FP8GOLDTrainer
+    from .trainers.iw_opd_trainer import FP8IWOPDConfig, FP8IWOPDTrainer
     from .trainers.rloo_trainer import FP8RLOOConfig, FP8RLOOTrainer
     from .trainers.sdft_trainer import FP8SDFTConfig, FP8SDFTTrainer
     from .trainers.sdpo_trainer import FP8SDPOConfig, FP8SDPOTrainer
@@ -26,8 +28,12 @@ __all__ = [
     "FP8DistillationTrainer",
     "FP8GMPOConfig",
     "FP8GMPOTrainer",
+    "FP8GOLDConfig",
+    "FP8GOLDTrainer",
     "FP8GRPOConfig",
     "FP8GRPOTrainer",
+    "FP8IWOPDConfig",
+    "FP8IWOPDTrainer",
     "FP8ProgressCallback",
     "FP8RLOOConfig",
     "FP8RLOOTrainer",
@@ -46,6 +52,10 @@ _HOME = {
     "FP8DistillationTrainer": ".trainers.distillation_trainer",
     "FP8GMPOConfig": ".trainers.gmpo_trainer",
     "FP8GMPOTrainer": ".trainers.gmpo_trainer",
+    "FP8GOLDConfig": ".trainers.gold_trainer",
+    "FP8GOLDTrainer": ".trainers.gold_trainer",
+    "FP8IWOPDConfig": ".trainers.iw_opd_trainer",
+    "FP8IWOPDTrainer": ".trainers.iw_opd_trainer",
     "FP8GRPOConfig": ".config",
     "FP8GRPOTrainer": ".trainer",
     "FP8ProgressCallback": ".run.progress",

@@ -82,6 +82,7 @@ class FP8Rollouts(Saving):
     # What GRPO has and TRL's other trainers lack; GRPO's own values hide these
     tools = environments = environment_factories = rollout_func = ref_model = None
 
+    has_prompts: ClassVar[bool] = True  # datasets have a column "prompt"
     engine_module: ClassVar[str | None] = None  # where TRL looks up `VLLMGeneration`; None: the trainer's own
 
     def __init__(self, model: Any, args: Any = None, **trainer_kwargs):
@@ -106,11 +107,12 @@ class FP8Rollouts(Saving):
         if args.own_engine:
             require_rows(trainer_kwargs.get("train_dataset"))
             rewards = trainer_kwargs.get("reward_funcs") or ()
-            require_columns(
-                {name: trainer_kwargs.get(name) for name in ("train_dataset", "eval_dataset")},
-                rewards if isinstance(rewards, list | tuple) else [rewards],
-                adds_columns=bool(trainer_kwargs.get("rollout_func") or trainer_kwargs.get("environment_factory")),
-            )
+            if self.has_prompts:
+                require_columns(
+                    {name: trainer_kwargs.get(name) for name in ("train_dataset", "eval_dataset")},
+                    rewards if isinstance(rewards, list | tuple) else [rewards],
+                    adds_columns=bool(trainer_kwargs.get("rollout_func") or trainer_kwargs.get("environment_factory")),
+                )
             if isinstance(model, str):
                 require_model(model, "model", loading.get("revision"))
             else:
@@ -233,7 +235,8 @@ class FP8Rollouts(Saving):
         require_same_turns(self.tools, ranks, server_ranks)
         outline = outline_of(self.model)
         self.context = args.vllm_max_model_length or int(outline.context * outline.stretch)
-        if not self.rollout_func and not self.environment_factories:  # they may make prompts of their own
+        makes_prompts = self.rollout_func or self.environment_factories
+        if self.has_prompts and not makes_prompts:
             for name in ("train_dataset", "eval_dataset"):
                 require_short_prompts(getattr(self, name), name, self.prompt_token_ids, self.context)
         check_launch(self.accelerator, ranks)

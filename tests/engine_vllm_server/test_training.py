@@ -1,11 +1,13 @@
 """Training against a vLLM server, which runs in processes of its own."""
 
+import math
 import os
 
 import pytest
 import requests
 
 from testing import engines, forked_server
+from testing.other_trainers import KINDS, config_of, options_of
 from testing.runs import SMALL_K3, arguments, dataset, reward_digits, rows, trajectory
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.vllm_server.plugin import FOLDER, TOKEN
@@ -86,3 +88,22 @@ def test_a_sync_of_another_trainer_in_the_middle_of_a_generation_stops_the_run(s
     with pytest.raises(RuntimeError):
         first.train()
     assert not rows(first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_trainers_take_their_rollouts_from_a_server(kind, server, checkpoint, tmp_path):
+    # SDFT and SDPO have the server score for the teacher, too
+    flags = {"use_teacher_server": True, "teacher_model_kind": "live", "distillation_mode": "sampled_token"}
+    flags |= {"distillation_alpha": 1.0, "max_reprompt_len": 40}  # the server's context is 64
+    flags = flags if kind in ("sdft", "sdpo") else {}
+    of_server = {"vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_max_model_length": 64}
+    args = config_of(kind, tmp_path, max_steps=2, **of_server, **flags)
+    options = options_of(kind, checkpoint("llama"))
+    options["train_dataset"] = options.pop("train")
+    options = {name: value for name, value in options.items() if value is not None}
+    trainer = KINDS[kind][2](model=server.model, args=args, **options)
+    trainer.train()
+    logged = rows(trainer)
+    assert len(logged) == 2 and trainer.vllm_generation.audit_failures == 0
+    assert all(math.isfinite(row["loss"]) and row["fp8/sync_seconds"] > 0 for row in logged)
+    assert all(("mismatch/k3_kl" in row) == (kind in ("rloo", "gmpo")) for row in logged)

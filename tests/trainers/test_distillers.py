@@ -13,7 +13,7 @@ from trl_fp8.recipe.names import NOWHERE
 
 
 OFF = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}
-DISTILLERS = ["distillation", "sdft", "sdpo"]
+DISTILLERS = ["distillation", "sdft", "sdpo", "gold", "iw_opd"]
 
 
 def trained(kind, trainer_class, args, checkpoint, look):
@@ -136,7 +136,7 @@ def test_a_correction_of_sdpo_is_on_where_there_is_a_policy_loss(tmp_path):
 @pytest.mark.parametrize("flags", [{"fp8_forward": "one_forward"}, {"router_replay": "rollout"}, {"fp8_base": True}])
 def test_features_that_no_distilling_loss_follows_are_refused_by_name(kind, flags, tmp_path):
     [name] = flags
-    if name == "router_replay" and kind != "distillation":
+    if name == "router_replay" and kind in ("sdft", "sdpo"):
         flags = {"router_replay": "monitor"}  # which needs log-probs of the rollouts
     with pytest.raises(ValueError, match=f"{name}=.*(with {KINDS[kind][3].__name__}|num_iterations=1).*et {name}="):
         config_of(kind, tmp_path, **flags)
@@ -155,3 +155,9 @@ def test_a_model_stored_in_fp8_is_refused_where_trl_cannot_load_it_in_high_preci
     args = config_of("sdft", tmp_path, **OFF)
     with pytest.raises(ValueError, match="stored in FP8 or MXFP4, and TRL's SDFTTrainer takes no quantization_config"):
         FP8SDFTTrainer(checkpoint("qwen3"), args=args, train_dataset=dataset())
+
+
+def test_a_generation_without_a_sync_is_refused(tmp_path):  # by TRL for IW-OPD's own objective
+    with pytest.raises(ValueError, match="vllm_sync_frequency=2 with FP8GOLDConfig: .*Set vllm_sync_frequency=1"):
+        config_of("gold", tmp_path, vllm_sync_frequency=2)
+    assert config_of("gold", tmp_path, vllm_sync_frequency=2, **OFF).vllm_sync_frequency == 2

@@ -44,6 +44,10 @@ register(
         "trl.trainer.distillation_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
         "trl.trainer.distillation_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
         "trl.generation.vllm_generation.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
+        "trl.experimental.gold.gold_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
+        "trl.experimental.gold.gold_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
+        "trl.experimental.iw_opd.iw_opd_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
+        "trl.experimental.iw_opd.iw_opd_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
         "trl.experimental.sdft.sdft_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
         "trl.experimental.sdpo.sdpo_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
         "accelerate.commands.launch.simple_launcher": (

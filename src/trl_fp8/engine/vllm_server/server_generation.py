@@ -60,7 +60,13 @@ class SeededClient(VLLMClient):
             self.failure = f"{type(error).__name__}: {error}"
             empty = [[] for _ in range(len(prompts) * options.get("n", 1))]
             return {"prompt_ids": prompts, "completion_ids": empty, "logprobs": empty, "logprob_token_ids": empty}
-        return {key: list(chain.from_iterable(answer[key] for answer in answers)) for key in answers[0]}
+        merged = {}
+        for key, first in answers[0].items():
+            if first is None:  # log-probs for a trainer that reads none, as those that distill
+                merged[key] = None
+            else:
+                merged[key] = list(chain.from_iterable(answer[key] for answer in answers))
+        return merged
 
 
 class ServerGeneration(DeliveredGeneration):

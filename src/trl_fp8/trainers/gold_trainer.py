@@ -1,0 +1,44 @@
+"""`FP8GOLDTrainer`: TRL's `GOLDTrainer` with FP8 rollouts."""
+
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
+
+from trl_fp8.config import documented, groups_for
+from trl_fp8.rollouts import FP8Rollouts
+
+from .buffered import Buffered, BufferedConfig
+
+
+@dataclass
+class FP8GOLDConfig(BufferedConfig, *groups_for(GOLDConfig), GOLDConfig):
+    """Configuration of `FP8GOLDTrainer`: every field of `trl.experimental.gold.GOLDConfig`, and the ones below."""
+
+    _VALID_DICT_FIELDS = GOLDConfig._VALID_DICT_FIELDS + [
+        name for group in groups_for(GOLDConfig) for name in group.AS_JSON
+    ]
+
+
+FP8GOLDConfig.__doc__ = documented(FP8GOLDConfig, GOLDConfig)
+
+
+class FP8GOLDTrainer(Buffered, FP8Rollouts, GOLDTrainer):
+    """TRL's `GOLDTrainer` whose rollouts run in FP8. Takes exactly its arguments."""
+
+    config_class = FP8GOLDConfig
+    _tag_names = ["trl", "gold", "fp8"]
+    _name = "GOLD with FP8 rollouts"
+
+    @wraps(GOLDTrainer.__init__)
+    def __init__(self, *args, **kwargs):
+        super().__init__(**signature(GOLDTrainer).bind(*args, **kwargs).arguments)
+
+    @classmethod
+    def trl_class(cls) -> type:
+        return GOLDTrainer  # it extends TRL's SFTTrainer, which has no engine
+
+    @property
+    def generated_slices(self) -> list[bool]:
+        return self._buffered_on_policy
