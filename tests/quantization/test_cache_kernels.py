@@ -30,7 +30,7 @@ LAYOUTS = {
     "one head for all": lambda states: states[:, :1].expand(states.shape),
 }
 LIMIT = 3.5  # 448 * 2**-7
-SCALES = (2.0**-20, 2.0**-9, 1.0, 0.1, 3.0)
+SCALES = (2.0**-20, 2.0**-9, 1.0, 0.1, 1.75)  # under the last one BF16 has ties that a product with 1 / 1.75 breaks
 CELLS = [(0, 1, True), (1, 2, False)]  # of `table`; whether what is beyond is counted
 
 
@@ -115,8 +115,8 @@ def round_trip_differences(cases):
 
 
 def cases(device="cpu"):
-    """(name, states, scale): the examples, magnitudes of FP32, every number of BF16, and the codes with what is beyond
-    them; on CPU, where each takes long, each under one of the scales.
+    """(name, states, scale): the examples and magnitudes of FP32, on CPU, where each takes long, under one of the
+    scales; every number of BF16, and the codes with what is beyond them, under all.
     """
     generator = torch.Generator().manual_seed(1)
     wide = torch.randn(2, 3, 100, 64, generator=generator)
@@ -124,12 +124,13 @@ def cases(device="cpu"):
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(1, 4, 128, 128)
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     codes = torch.cat([codes, torch.tensor([449.0, -1e4, torch.inf, -torch.inf])]).view(2, 2, 13, 5)
-    made = examples() | {"wide": wide, "every": every}
+    made = examples() | {"wide": wide}
     for number, (name, states) in enumerate(made.items()):
         for scale in SCALES if device != "cpu" else SCALES[number % len(SCALES) :][:1]:
             yield name, states.to(device), scale
     for scale in SCALES:
         yield "codes", (codes * scale).to(device), scale
+        yield "every", every.to(device), scale
 
 
 def shapes_and_scales():
