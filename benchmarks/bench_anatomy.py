@@ -7,7 +7,7 @@ the policy in FP32, as a trainer on CPU does, and by its simulated engine (simul
 is a precision of that engine:
 
     k3          mean(1/r - 1 + log r) over all completion tokens, r = trainer / engine. The tokens come from the
-                trainer's side; with r and 1/r exchanged it is `mismatch/k3_kl`, an estimate of the same divergence
+                trainer's side; with r and 1/r exchanged it is `mismatch/k3_kl`, of the other direction
     kl          KL(engine || trainer) per token, exact over the vocabulary, at the tokens of the first 16 sequences
     weight      effective sample size of weights r of a token; `sequence` of products of r over windows of a length
 

@@ -2,8 +2,8 @@
 
 An FP8 linear multiplies the dequantized codes of weight and activations. With power-of-two scales these are exact in
 BF16, so that a BF16 GEMM computes what the engine's does, up to the order of its sums; with other scales the product
-is taken in FP32. It is ten times as fast as vLLM's reference kernels on a CPU, which add in FP64.
-`bench_anatomy` compares both.
+is taken in FP32. vLLM's reference kernels on a CPU add in FP64, which is slow; `bench_anatomy --engines` compares
+both.
 
 Shape letters: B sequences, T tokens, V vocabulary, N out-features, K in-features.
 """

@@ -36,6 +36,11 @@ class FP8IWOPDTrainer(Buffered, FP8Rollouts, IWOPDTrainer):
         super().__init__(**signature(IWOPDTrainer).bind(*args, **kwargs).arguments)
 
     @property
+    def _step(self) -> int:
+        """Return the number of batches that were trained on, under GRPO's name."""
+        return self._buffer_step
+
+    @property
     def _tokenizer(self) -> object:
         return self.processing_class
 

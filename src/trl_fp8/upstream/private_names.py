@@ -31,7 +31,7 @@ _NAMES = {  # owner -> names
     "trl.experimental.sdft.SDFTTrainer": _SELF_DISTILLATION,
     "trl.experimental.sdpo.SDPOTrainer": f"{_SELF_DISTILLATION} _compute_policy_loss",
     "trl.experimental.gold.GOLDTrainer": "_buffered_inputs _buffered_on_policy _fill_buffer",
-    "trl.experimental.iw_opd.IWOPDTrainer": "_buffered_inputs _buffered_on_policy_flags _fill_buffer",
+    "trl.experimental.iw_opd.IWOPDTrainer": "_buffer_step _buffered_inputs _buffered_on_policy_flags _fill_buffer",
     "trl.generation.vllm_generation.VLLMGeneration": "_dist _init_vllm _iter_named_params _llm_weights_sleeping",
     "trl.kernels.chunked_logprob": "_addmm_fp32",
     "trl.trainer.base_trainer": "_BaseTrainer",

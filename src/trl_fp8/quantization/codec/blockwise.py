@@ -30,7 +30,7 @@ from trl_fp8.quantization.formats import (
 )
 
 from .digest import digest, digests, same_kinds
-from .e4m3 import E4M3, casts_in_hardware, saturating_cast_, scale_from_amax
+from .e4m3 import E4M3, E8M0, casts_in_hardware, saturating_cast_, scale_from_amax
 
 
 _TOGETHER = 2**19  # elements quantized at once on CPU, where each takes 11 bytes meanwhile
@@ -179,7 +179,12 @@ def _quantize_batch(
     scale = scale.to(first.scale.dtype)
     # The destinations are views all over the engine; one call copies to all of them
     torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
-    torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
+    scales = [one.scale for one in batch]
+    if scale.dtype == E8M0:  # which CUDA's copy of many tensors does not know: as bytes
+        scales, scale_bytes = [each.view(torch.uint8) for each in scales], scale.view(torch.uint8)
+    else:
+        scale_bytes = scale
+    torch._foreach_copy_(scales, list(scale_bytes.unbind()))
     return torch.stack([digests(codes, rows_before), digests(scale, scales_before)], 1)
 
 
