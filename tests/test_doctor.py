@@ -70,7 +70,7 @@ def test_a_healthy_machine_without_a_gpu(tmp_path):
     assert {name for name, (status, _) in found.items() if status == SKIPPED} == {
         *("GPU", "exact casts", "DeepGEMM", "sleep")
     }
-    assert found["torch"][0] == WARNING and "built for CPUs. For a GPU install trl-fp8[cuda]" in found["torch"][1]
+    assert found["torch"][0] == WARNING and "CPUs. For a GPU run pip install -e '.[cuda]'" in found["torch"][1]
     assert "ReferenceFp8BlockKernel (8)" in found["kernels"][1] and "CPU_ATTN with a fp8 cache" in found["kernels"][1]
     assert found["step"][0] == OK and "2 steps; audits passed (39 tensors)" in found["step"][1]
     assert last.startswith("fault: 0, warning: 1, skipped: 4;") and list(tmp_path.iterdir()) == []
@@ -170,6 +170,29 @@ def test_a_driver_is_asked(fake_command, monkeypatch):
     assert doctor.gpu().status == FAULT and "silent for 0.2 s: the driver hangs" in doctor.gpu().text
 
 
+def test_nothing_waits_for_a_process_that_cannot_be_killed(fake_command, monkeypatch, tmp_path):
+    place = tmp_path / "pids"
+    script = tmp_path / "child.py"
+    script.write_text(f"import os, time\nopen({str(place)!r}, 'a').write(str(os.getpid()) + chr(10))\ntime.sleep(60)")
+    fake_command("nvidia-smi", f"exec {sys.executable} {script}")
+    monkeypatch.setattr(doctor, "CHILD", (sys.executable, str(script)))
+    monkeypatch.setattr(doctor, "ANSWER", 2.0)
+    monkeypatch.setattr(doctor, "GRACE", 0.2)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: None)
+    killed = []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "killpg", lambda *group: killed.append(group))
+        started = time.monotonic()
+        try:
+            assert "the driver hangs" in doctor.gpu().text
+            assert "did not end within 2 s" in next(doctor.in_child(2.0, [])).text
+            assert time.monotonic() - started < 40
+        finally:
+            for process in place.read_text().split():
+                os.kill(int(process), signal.SIGKILL)
+    assert len(killed) == 1
+
+
 @contextmanager
 def files_of_at_most(size):
     """Let every write beyond `size` bytes of a file fail."""
@@ -196,6 +219,30 @@ def test_cache_folders_are_written_to(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "statvfs", lambda path: type("", (), {"f_flag": flags.f_flag | os.ST_NOEXEC}))
     verdict = doctor.caches()
     assert verdict.status == FAULT and "noexec, so compiled code cannot be loaded: set VLLM_CACHE_ROOT" in verdict.text
+
+
+def test_the_cache_of_deepgemm_moves_with_that_of_vllm(monkeypatch, tmp_path):
+    monkeypatch.delenv("DG_JIT_CACHE_DIR", raising=False)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    assert doctor.cache_folders()["DG_JIT_CACHE_DIR"] == tmp_path / "deep_gemm"
+
+
+def test_a_home_that_the_user_cannot_enter_is_a_verdict(monkeypatch, tmp_path):
+    for name in (*doctor.cache_folders(), "XDG_CACHE_HOME", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    tmp_path.chmod(0)
+    user = os.geteuid()
+    try:
+        if not user:  # root enters everything
+            os.seteuid(65534)
+        caches, room = doctor.caches(), doctor.room()
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
+    assert caches.status == FAULT and "Permission denied): set VLLM_CACHE_ROOT to another folder" in caches.text
+    assert " free for " in room.text
 
 
 def test_room_on_disks_and_in_shared_memory(monkeypatch, tmp_path):
@@ -240,7 +287,20 @@ def test_a_child_that_hangs_is_a_verdict(fake_torch, capsys):
     assert out.splitlines()[-1].endswith("For a bug report: trl-fp8 doctor --json")
 
 
-def test_ctrl_c_ends_the_child_too(fake_torch, tmp_path):
+def test_only_verdicts_are_read_from_the_child(monkeypatch, tmp_path):
+    script = tmp_path / "child.py"
+    lines = ["hello from sitecustomize", "5", '["other", "ok", ""]', *(f'["{name}", "ok", ""]' for name in IN_CHILD)]
+    script.write_text(f"import os\nos.write(1, {chr(10).join([*lines, '']).encode()!r})")
+    monkeypatch.setattr(doctor, "CHILD", (sys.executable, str(script)))
+    assert [tuple(verdict) for verdict in doctor.in_child(60.0, [])] == [(name, OK, "") for name in IN_CHILD]
+
+
+@pytest.mark.parametrize(
+    "sent, status, said",
+    [(signal.SIGINT, 130, "\nstopped\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else "",
+)
+def test_a_signal_ends_the_child_too(sent, status, said, fake_torch, tmp_path):
     place = tmp_path / "pid"
     fake_torch(f"import os, time\nopen({str(place)!r}, 'w').write(str(os.getpid()) + chr(10))\ntime.sleep(600)")
     process = subprocess.Popen(DOCTOR, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -248,11 +308,11 @@ def test_ctrl_c_ends_the_child_too(fake_torch, tmp_path):
         while not (place.exists() and place.read_text().endswith("\n")):
             assert process.poll() is None
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, err) == (130, "\nstopped\n") and "\nok       shared memory" in out
+    assert (process.returncode, err) == (status, said) and "\nok       shared memory" in out
     assert "torch    " not in out
     assert not Path("/proc", place.read_text().strip()).exists()
 

@@ -1,4 +1,4 @@
-"""`trl-fp8 doctor`: checks a machine in a minute, and prints a verdict a line.
+"""`trl-fp8 doctor`: checks a machine, and prints a verdict a line.
 
 This process imports neither torch nor vLLM. What needs them runs in a child process (doctor_run.py), which sends a
 line for each of `IN_CHILD`, so that a library that crashes or hangs is a verdict, too.
@@ -17,12 +17,12 @@ import time
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import chain
 from pathlib import Path
-from threading import Timer
-from typing import NamedTuple
+from select import select
+from typing import IO, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -33,10 +33,11 @@ from trl_fp8.upstream.versions import ENGINES, require_versions
 OK, WARNING, FAULT, SKIPPED = "ok", "warning", "fault", "skipped"
 IN_CHILD = "torch", "libraries", "exact casts", "DeepGEMM", "batch invariance", "kernels", "step", "sleep"
 CHILD = (sys.executable, "-m", "trl_fp8.commands.doctor_run")
-REINSTALL = "Install again: pip install 'trl-fp8[cuda]', on a CPU 'trl-fp8[cpu]'."
-SECONDS = 300.0  # of the child; a first start on a GPU compiles for a minute
+REINSTALL = "Install again, in the clone: pip install -e '.[cuda]', on a CPU as the README says."
+SECONDS = 300.0  # of the child; a first start on a GPU compiles kernels
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 ANSWER = 30.0  # seconds, after which nvidia-smi counts as hanging
+GRACE = 2.0  # seconds for a killed process to end; one that waits for a driver ends only with the driver
 ROOM = 2**29  # bytes; compiled code of one model takes some hundred MB
 CHECKPOINT = 12 * 10**9  # bytes, of 1 B parameters: weights and Adam's moments in FP32
 SHARED = 2**30  # NCCL takes up to 33 MB for each pair of GPUs, and Docker's default for all is 64 MiB
@@ -71,11 +72,12 @@ def run(words: list[str]) -> int:
     )
     options = parser.parse_args(words)
     started, verdicts, log = time.monotonic(), [], []
-    for verdict in chain(in_parent(), in_child(options.timeout, log)):
-        verdicts.append(verdict)
-        if not options.json:
-            sys.stdout.write(f"{verdict.line()}\n")
-            sys.stdout.flush()
+    with _exit_on_signals():
+        for verdict in chain(in_parent(), in_child(options.timeout, log)):
+            verdicts.append(verdict)
+            if not options.json:
+                sys.stdout.write(f"{verdict.line()}\n")
+                sys.stdout.flush()
     count = {status: sum(verdict.status == status for verdict in verdicts) for status in (FAULT, WARNING, SKIPPED)}
     seconds = time.monotonic() - started
     if options.json:
@@ -91,6 +93,20 @@ def run(words: list[str]) -> int:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     return int(count[FAULT] > 0)
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP inside the block raise SystemExit, so that the child is ended and its GPU is free."""
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
+            before[number] = signal.signal(number, lambda received, _: sys.exit(128 + received))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def in_parent() -> Iterator[Verdict]:
@@ -161,16 +177,25 @@ def compiler() -> Verdict:
 def gpu() -> Verdict:
     """Ask nvidia-smi for GPUs and driver."""
     try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=ANSWER)  # noqa: S603, no shell
+        process = subprocess.Popen(  # noqa: S603, no shell
+            QUERY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     except FileNotFoundError:
         text = "no nvidia-smi, so there is no driver or the container hides it (docker run --gpus all)"
         return Verdict("GPU", WARNING if Path("/dev/nvidia0").exists() else SKIPPED, text)
+    try:
+        out, errors = process.communicate(timeout=ANSWER)
     except subprocess.TimeoutExpired:
         return Verdict("GPU", FAULT, f"nvidia-smi is silent for {ANSWER:g} s: the driver hangs. Reboot the host.")
-    if done.returncode:
-        reason = (done.stdout or done.stderr).strip()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=GRACE)
+    if process.returncode:
+        reason = (out or errors).strip()
         return Verdict("GPU", FAULT, f"nvidia-smi fails: {reason}. Install the driver again, or reboot the host.")
-    return Verdict("GPU", OK, "; ".join(done.stdout.strip().splitlines()))
+    return Verdict("GPU", OK, "; ".join(out.strip().splitlines()))
 
 
 def cache_folders() -> dict[str, Path]:
@@ -178,10 +203,11 @@ def cache_folders() -> dict[str, Path]:
     temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108, Python's own choice
     home = Path(os.environ.get("HOME") or temporary)
     root = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    of_vllm = Path(os.environ.get("VLLM_CACHE_ROOT") or root / "vllm")
     defaults = {
-        "VLLM_CACHE_ROOT": root / "vllm",
+        "VLLM_CACHE_ROOT": of_vllm,
         "TRITON_CACHE_DIR": Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache",
-        "DG_JIT_CACHE_DIR": home / ".deep_gemm",
+        "DG_JIT_CACHE_DIR": of_vllm / "deep_gemm",  # vLLM's default, not DeepGEMM's
         "TMPDIR": temporary,  # Inductor's, unless TORCHINDUCTOR_CACHE_DIR is set
     }
     return {name: Path(os.environ.get(name) or default) for name, default in defaults.items()}
@@ -232,7 +258,8 @@ def shared_memory(folder: str = "/dev/shm") -> Verdict:  # noqa: S108, what NCCL
 
 def _existing(folder: Path) -> Path:
     """Return a folder, or the nearest one above it that exists."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    # Path.is_dir raises PermissionError below a folder that this user cannot enter, up to Python 3.13
+    return next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))  # noqa: PTH112
 
 
 def _gib(size: int) -> str:
@@ -252,24 +279,25 @@ def in_child(seconds: float, log: list[str]) -> Iterator[Verdict]:
                 [*CHILD, folder],
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then kills all of the child's
             )
-            timer = Timer(seconds, os.killpg, (child.pid, signal.SIGKILL))
-            timer.start()
+            ends = time.monotonic() + seconds
             try:
-                for line in child.stdout:
-                    verdict = Verdict(*json.loads(line))
-                    names.remove(verdict.check)
-                    yield verdict
-                child.wait()
+                for line in _lines(child.stdout, ends):
+                    found = _verdict(line, names)
+                    if found:
+                        verdict = found
+                        names.remove(verdict.check)
+                        yield verdict
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(max(0.0, ends - time.monotonic()))
+                in_time = child.returncode is not None
             finally:
-                in_time = timer.is_alive()
-                timer.cancel()
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
+                    with suppress(subprocess.TimeoutExpired):
+                        child.wait(GRACE)
             errors.seek(0)
             log += [line.rstrip() for line in errors.read().splitlines() if line.strip()][-LAST_LINES:]
         if names and (verdict is None or verdict.status != FAULT):
@@ -285,6 +313,28 @@ def in_child(seconds: float, log: list[str]) -> Iterator[Verdict]:
         yield verdict
     for name in names:
         yield Verdict(name, SKIPPED, f"because of the fault in {verdict.check}")
+
+
+def _lines(pipe: IO[bytes], ends: float) -> Iterator[bytes]:
+    """Yield the lines of a pipe until it is closed, or until `ends` of the monotonic clock."""
+    rest = b""
+    while select([pipe], [], [], max(0.0, ends - time.monotonic()))[0]:
+        part = os.read(pipe.fileno(), 2**16)
+        if not part:
+            return
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
+
+
+def _verdict(line: bytes, names: list[str]) -> Verdict | None:
+    """Return the verdict in a line, None for what a library prints before the child takes its stdout away."""
+    try:
+        words = json.loads(line)
+    except ValueError:
+        return None
+    if isinstance(words, list) and len(words) == len(KEYS) and words[0] in names:
+        return Verdict(*words)
+    return None
 
 
 def _environment() -> dict[str, str]:

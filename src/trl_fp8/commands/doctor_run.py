@@ -5,6 +5,7 @@ The last ones train a tiny policy for two steps, each with a sync and its audit.
 
 import json
 import os
+import socket
 import sys
 import traceback
 import warnings
@@ -58,9 +59,8 @@ class Machine:
             name = torch.cuda.get_device_name()
             return OK, f"{torch.__version__} runs on {name}, compute capability {capability}"
         if torch.version.cuda is None:
-            reason = (
-                f"torch {torch.__version__} is built for CPUs. For a GPU install trl-fp8[cuda] in a new environment"
-            )
+            remedy = "For a GPU run pip install -e '.[cuda]' in the clone, in a new environment"
+            reason = f"torch {torch.__version__} is built for CPUs. {remedy}"
         else:
             reasons = " ".join(str(each.message) for each in caught)
             reason = (
@@ -131,6 +131,8 @@ class Machine:
         from trl_fp8.engine.vllm.numerics import attention_layers
         from trl_fp8.upstream.vllm import can_sleep, engine_model
 
+        # TRL's own choice is 29500 for as long as nothing listens there: another engine that starts takes it, too
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
         self.sleeps = self.has_gpu and can_sleep()
         self.trainer = tiny_trainer(self.folder, self.has_gpu, self.sleeps)
         generation = self.trainer.vllm_generation
@@ -221,6 +223,12 @@ def main() -> None:
         channel.flush()
     sys.stderr.flush()
     os._exit(0)  # the verdicts are out: an engine or a driver that crashes while it ends changes none of them
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _words(error: Exception) -> str:
