@@ -13,8 +13,8 @@ granted, so both are looked for:
     a sync that sends other ones   each module is compared with its own forward (witness.py). If rounding does not
                                    explain a difference, all of the mismatch is unexplained
 
-A policy that follows anyway (`fp8_forward="one_forward"`) needs no pass: its whole mismatch is unexplained. The parts
-are a k3 each, and do not add up exactly.
+A policy that follows anyway (`fp8_forward="one_forward"`) needs no pass: its whole mismatch is unexplained. There, and
+with `router_replay="rollout"`, scoring is not measured. The parts are a k3 each, and do not add up exactly.
 """
 
 from collections.abc import Iterator
@@ -92,10 +92,12 @@ class Explanation(Feature):
             return
         self._latest = step
         differences, plain_BT, logps_BT = [], ratio.trainer_BT, ratio.trainer_BT
+        pairs = {}
         if not trainer.args.one_forward:
             trainer.vllm_generation.send_weights()
             if getattr(trainer.args, "router_replay", "off") != "rollout":  # else the trainer takes other experts
                 plain_BT = self._plainly_scored(batch)
+                pairs[SCORING] = ratio.trainer_BT, plain_BT
             with self._followed() as (hook, forward):
                 with as_rollouts_saw(trainer.features), scored_by(followed_head(forward)):
                     logps_BT = self._scored(batch)
@@ -104,12 +106,10 @@ class Explanation(Feature):
         differs = trainer.accelerator.reduce(torch.tensor(float(len(differences)), device=logps_BT.device)) > 0
         if differs:
             logps_BT = plain_BT
+        pairs[EXPLAINED] = plain_BT, logps_BT
+        pairs[UNEXPLAINED] = logps_BT, ratio.rollout_BT
         metrics = {}
-        for name, pair in {
-            SCORING: (ratio.trainer_BT, plain_BT),
-            EXPLAINED: (plain_BT, logps_BT),
-            UNEXPLAINED: (logps_BT, ratio.rollout_BT),
-        }.items():
+        for name, pair in pairs.items():
             parts = torch.stack(k3_parts(*pair, ratio.mask_BT))
             metrics[name] = mean_of(*trainer.accelerator.gather(parts).view(-1, 2).sum(0).tolist())
         batch.metrics |= metrics

@@ -38,8 +38,9 @@ def explained_note(metrics: Mapping[str, float]) -> str:
     explained = metrics.get(EXPLAINED, 0.0)
     if not explained > LARGE_EXPLAINED_K3:
         return ""
+    dropout = "" if SCORING in metrics else " So does dropout that is on, which no pass measures here by itself."
     return (
         f"{EXPLAINED} = {explained:.3g}: on the same weights, the policy's own forward differs by this much from the "
-        "engine's kernels. FP8 formats do that. To lower it, keep layers in BF16 (fp8_ignored_modules), set "
+        f"engine's kernels. FP8 formats do that.{dropout} To lower it, keep layers in BF16 (fp8_ignored_modules), set "
         "kv_cache_dtype='auto' or kv_cache_skip_layers, or set fp8_forward='one_forward'."
     )
