@@ -1,4 +1,4 @@
-"""`vllm serve` as the rollout engine (TRL's `vllm_mode="server"`), which `FP8GRPOConfig` refuses: how far it gets.
+"""Stock `vllm serve`, without what `trl-fp8 serve` adds, as the engine of TRL's `vllm_mode="server"`: how far it is.
 
 HTTP            VLLMClient -> server      generation, server info         needs no GPU
 handshake       init_communicator         TRL and vLLM's worker refuse without a CUDA device

@@ -216,8 +216,12 @@ def test_an_update_is_of_one_trainer_from_pause_to_resume(server, trainer):
 
 def test_calls_without_an_open_update_are_refused_before_a_worker_raises(server, trainer):
     trainer.sync()
-    for call in (lambda: trainer.control.update_weights({}), lambda: trainer.control.finish_weight_update("1")):
-        with pytest.raises(RuntimeError, match="409.*does not follow an update that is unchanged"):
+    for call in (
+        trainer.control.start_weight_update,
+        lambda: trainer.control.update_weights({}),
+        lambda: trainer.control.finish_weight_update("1"),
+    ):
+        with pytest.raises(RuntimeError, match="409.*does not follow an update that is none"):
             call()
     trainer.delivery.verify()
     trainer.engine.begin()

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from trl.generation.vllm_client import VLLMClient
 
@@ -54,8 +55,21 @@ def test_another_tensor_parallel_size_than_the_servers_is_refused(monkeypatch):
         asked(monkeypatch, 4, 2)
 
 
-def asked(monkeypatch, user, found):
-    control = SimpleNamespace(wait_until_up=lambda seconds: None, rpc=lambda method: [{"instance": "a"}] * found)
+@pytest.mark.parametrize("error", [KeyError("results"), httpx.InvalidURL("no port")])
+def test_another_service_at_the_address_is_an_error_of_all_ranks(monkeypatch, error):
+    shared = []
+
+    def rpc(method):
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"http://server does not answer as .*{type(error).__name__}"):
+        asked(monkeypatch, 1, 1, rpc=rpc, of_first=lambda value: shared.append(value) or value)
+    assert isinstance(shared[0], RuntimeError)
+
+
+def asked(monkeypatch, user, found, rpc=None, of_first=lambda value: value):
+    rpc = rpc or (lambda method: [{"instance": "a"}] * found)
+    control = SimpleNamespace(wait_until_up=lambda seconds: None, rpc=rpc)
     monkeypatch.setattr(server_generation, "Control", lambda url: control)
-    monkeypatch.setattr(server_generation, "of_first", lambda value: value)
+    monkeypatch.setattr(server_generation, "of_first", of_first)
     return tensor_parallel_size("http://server", 1, SimpleNamespace(is_main_process=True), user)

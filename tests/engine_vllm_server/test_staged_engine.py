@@ -119,6 +119,7 @@ class Server:
         return self.resets
 
 
+SCALE = "model.layers.0.mlp.down_proj.weight_scale_inv"
 PUSH = ["pause", "start", "update", "finish", "fp8_state"]
 
 
@@ -356,8 +357,9 @@ def test_a_prefix_cache_that_stays_is_an_error_and_the_server_stays_paused(polic
         (lambda tensors: tensors.pop("model.norm.weight"), "in the policy and not in the server: model.norm.weight"),
         (lambda tensors: tensors.update(more="bfloat16"), "in the server and not in the policy: more"),
         (lambda tensors: tensors.update({"model.norm.weight": "float8_e4m3fn"}), "FP8 on one side only: model.norm"),
+        (lambda tensors: tensors.update({SCALE: "uint8"}), f"1 tensors are scales in another dtype.*{SCALE}"),
     ],
-    ids=["lacking", "more", "format"],
+    ids=["lacking", "more", "format", "scales"],
 )
 def test_a_server_of_another_model_or_recipe_is_refused(policy, server, tmp_path, change, message):
     change(server.tensors)

@@ -32,7 +32,7 @@ MOST_BYTES = 64 * 2**20  # of a body; the table of a model with 100,000 tensors 
 class Update(Enum):
     """Stages of the latest update."""
 
-    NONE = "none"  # no trainer has paused the server yet, or a call failed
+    NONE = "none"  # nothing is paused: no trainer has synced yet, or the latest one has resumed
     UNCHANGED = "unchanged"  # paused, and workers hold the policy that they had
     PAUSED = "paused"  # and workers may hold parts of two policies
     OPEN = "open"
@@ -51,7 +51,7 @@ REACHES = {
     "/start_weight_update": Update.OPEN,
     "/update_weights": Update.OPEN,
     "/finish_weight_update": Update.FINISHED,
-    "/resume": Update.UNCHANGED,
+    "/resume": Update.NONE,
 }
 
 
@@ -111,12 +111,17 @@ class Guard:
         """Return why a call of a trainer does not follow the previous ones; None if it does."""
         if path not in FOLLOWS or (path == "/resume" and self._whole.is_set()):
             return None
+        if not self._trainer:
+            return (
+                f"{path}: no trainer has paused this server since it started (was it restarted?). Sync again, from "
+                "/pause."
+            )
         if trainer != self._trainer:
             return f"{path}: another trainer has paused this server since. Give each trainer a server of its own."
         if self._update not in FOLLOWS[path]:
             return (
-                f"{path} does not follow an update that is {self._update.value}: the workers may hold parts of two "
-                "policies. Sync again, from /pause."
+                f"{path} does not follow an update that is {self._update.value}: the calls of one are pause, start, "
+                "update, finish, resume. Sync again, from /pause."
             )
         return None
 

@@ -179,7 +179,8 @@ def of_first(value: Any) -> Any:
 def tensor_parallel_size(url: str, patience: float, accelerator: Accelerator, user_size: int) -> int:
     """Return the number of the server's workers, which decides which layers can be FP8. Collective.
 
-    `ValueError` if the user's flag has another value than that or 1, its default.
+    `ValueError` if the user's flag has another value than that or 1, its default; `RuntimeError` for another service
+    at this address, or none. All ranks raise.
     """
     found: int | Exception = 0
     if accelerator.is_main_process:
@@ -189,6 +190,11 @@ def tensor_parallel_size(url: str, patience: float, accelerator: Accelerator, us
             found = len(control.rpc("fp8_instance"))
         except (RuntimeError, ValueError) as error:
             found = error
+        except Exception as error:  # a rank that raised alone would leave the others waiting
+            found = RuntimeError(
+                f"{url} does not answer as a server of trl-fp8 serve does ({type(error).__name__}: {error}). Set "
+                "vllm_server_base_url to the address that it prints."
+            )
     found = of_first(found)
     if isinstance(found, Exception):
         raise found

@@ -212,11 +212,15 @@ class StagedEngine:
         fp8 = {recipe.engine_name(name) for name in recipe.fp8_tensors}
         names = {recipe.engine_name(name) for name in outline_of(self._policy).parameters}
         names |= {recipe.engine_name(name) for name, _ in persistent_buffers(self._policy)}
-        names |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
+        scales = {recipe.scale_name(name) for name in recipe.fp8_tensors}
+        names |= scales
         problems = {
             "are in the policy and not in the server": names - server.keys(),
             "are in the server and not in the policy": server.keys() - names,
             "are FP8 on one side only": {n for n in names & server.keys() if (n in fp8) != (server[n] == FP8)},
+            f"are scales in another dtype than {recipe.format.scale_dtype}": {
+                n for n in scales & server.keys() if server[n] != recipe.format.scale_dtype
+            },
         }
         found = [
             f"{len(which)} tensors {what}: {listed(sorted(which), 4)}" for what, which in problems.items() if which
