@@ -15,6 +15,7 @@ from testing import published
 from trl_fp8.commands.cli import main
 from trl_fp8.commands.plan_command import FLAGS, read_arguments
 from trl_fp8.commands.plan_text import CHOSEN
+from trl_fp8.commands.serve import _parser
 from trl_fp8.features import registrations
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -441,6 +442,57 @@ def test_a_plan_with_a_server_moves_the_engine_and_its_flags_start_one(name, pla
     assert "--kv-cache-dtype auto" in alone["server"]["command"] and "auto" not in server["command"]
     assert max(alone["server"]["kv_tokens"].values()) < max(server["kv_tokens"].values())
     assert (server["gpus"] > 1) == (f"--tensor-parallel-size {server['gpus']}" in server["command"])
+
+
+def test_the_command_of_a_planned_server_has_the_recipe_of_the_trainer(plan):
+    kept = ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]
+    given = {"fp8_scale_format": "fp32", "fp8_ignored_modules": kept, "kv_cache_skip_layers": [0, 3]}
+    words = plan("Qwen/Qwen3-0.6B", "--server", given=given)["server"]["command"].split()
+    assert words[:2] == ["trl-fp8", "serve"]
+    options = _parser().parse_known_args(words[2:])[0]
+    assert (options.scale_format, options.ignored_modules, options.kv_cache_skip_layers) == ("fp32", kept, [0, 3])
+
+
+def test_a_server_has_gpus_of_its_own_whatever_a_run_config_says_of_an_engine_beside_the_trainer(plan):
+    given = {"vllm_gpu_memory_utilization": 0.3, "num_processes": 8}
+    server = plan("meta-llama/Llama-3.1-70B", "--server", "--gpu-memory", "48", given=given)["server"]
+    assert server["fits"] and server["gpus"] > 1
+    assert server["command"].endswith("--gpu-memory-utilization 0.9")
+    two = plan("Qwen/Qwen3-0.6B", "--server", given=given | {"vllm_tensor_parallel_size": 2})["server"]
+    assert two["gpus"] == 2  # the trainer refuses a server of another size
+    small = plan("Qwen/Qwen3-0.6B", "--server", "--gpu-memory-utilization", "0.5", given=given)["server"]
+    assert small["command"].endswith("--gpu-memory-utilization 0.5")
+
+
+def test_a_server_is_not_split_where_no_layer_would_be_fp8(tmp_path, capsys):
+    config = published.CONFIGS["Qwen/Qwen3-0.6B"] | {"hidden_size": 256, "intermediate_size": 512}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--server"]) == 0
+    assert "a server on 1 GPU of its own" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--server", "--tensor-parallel-size", "8"]) == 2
+    assert "vllm_tensor_parallel_size=8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [{"fp8_base": True, "use_peft": True}, {"vllm_enable_sleep_mode": True}])
+def test_a_plan_with_a_server_refuses_what_needs_the_engine_in_the_trainers_process(given, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-0.6B"]))
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path)} | given))
+    assert main(["plan", "--config", str(tmp_path / "r.yaml")]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--server"]) == 2
+    error = capsys.readouterr().err
+    assert f"{next(iter(given))}=True" in error and "needs an engine in the trainer's process" in error
+
+
+def test_a_plan_with_a_server_names_modules_and_what_it_does_not_count(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-0.6B"]))
+    given = {"model_name_or_path": str(tmp_path), "optim": "paged_adamw_8bit"}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(given))
+    assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--server", "--modules"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"FP8 plan for {tmp_path}")
+    assert text.endswith("watch: not counted: optim='paged_adamw_8bit'.\n")
 
 
 def test_a_plan_with_a_server_says_what_it_moves_and_where_that_has_run(tmp_path, capsys):

@@ -120,15 +120,19 @@ def run(words: list[str]) -> str:
         )
     if values.server:
         server = server_capacity(planner, setup)
-        return json.dumps(server_as_json(server), indent=2) if values.json else server_as_text(server)
-    capacity = planner.capacity(setup)
-    ways = [] if capacity.why_not is None else planner.ways(setup)
-    if values.json:
-        return json.dumps(as_json(capacity, ways), indent=2)
-    machine = {"num_processes": "--gpus", "gpu_memory": "--gpu-memory"} if arguments.run_config is not None else {}
-    text = as_text(capacity, ways, [flag for name, flag in machine.items() if not arguments.sets(name)])
+        if values.json:
+            return json.dumps(server_as_json(server), indent=2)
+        plan, text = server.server.plan, server_as_text(server)
+    else:
+        capacity = planner.capacity(setup)
+        ways = [] if capacity.why_not is None else planner.ways(setup)
+        if values.json:
+            return json.dumps(as_json(capacity, ways), indent=2)
+        machine = {"num_processes": "--gpus", "gpu_memory": "--gpu-memory"} if arguments.run_config is not None else {}
+        assumed = [flag for name, flag in machine.items() if not arguments.sets(name)]
+        plan, text = capacity.plan, as_text(capacity, ways, assumed)
     if values.modules:
-        text = f"{capacity.plan.table()}\n\n{text}"
+        text = f"{plan.table()}\n\n{text}"
     uncounted = [name for name, counted in COUNTED.items() if getattr(values, name) not in counted]
     if uncounted:
         text += f"\nwatch: not counted: {', '.join(_shown(arguments, name) for name in uncounted)}."
@@ -167,6 +171,11 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
     ranks = stated["vllm_tensor_parallel_size"] or 1
     if values.server:
         ranks = 1  # of the engine on the trainer's GPUs: it has none there
+        # TRL's defaults, and the share in a run config, are those of an engine beside the trainer
+        if "vllm_gpu_memory_utilization" not in spelled:
+            stated["vllm_gpu_memory_utilization"] = None
+        if not arguments.sets("vllm_tensor_parallel_size"):
+            stated["vllm_tensor_parallel_size"] = None
     gpus = values.num_processes or ranks
     if gpus % ranks:
         raise ValueError(
@@ -187,9 +196,11 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
         changes["use_peft"] = True
     if completions:
         changes["generation_batch_size"] = None  # the plan finds the steps that come to it
+    mode = "server" if values.server else "colocate"
+    if not arguments.sets("vllm_mode"):
+        changes["vllm_mode"] = mode  # with which the config refuses what needs the other one
     vars(values).update(changes)
     _, args, model, _ = arguments.configs(gpus)
-    mode = "server" if values.server else "colocate"
     for name, is_fine in ("vllm_mode", args.vllm_mode == mode), ("use_vllm", args.use_vllm):
         if not is_fine and arguments.sets(name):
             raise ValueError(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import fields
 from math import ceil, gcd
+from shlex import join
 
 from trl import ModelConfig
 
@@ -187,17 +188,24 @@ def server_as_text(capacity: ServerCapacity) -> str:
 def serve_words(capacity: ServerCapacity) -> str:
     """Return the command that starts the server of a plan."""
     server = capacity.server
-    recipe = server.plan.recipe
+    recipe, args = server.plan.recipe, server.setup.args
     words = ["trl-fp8", "serve", server.plan.outline.name, "--max-model-len", str(server.setup.tokens)]
     if server.ranks > 1:
         words += ["--tensor-parallel-size", str(server.ranks)]
     if not recipe.fp8_weights:
         words.append("--no-fp8-weights")
-    elif recipe.format.name != DEFAULTS["fp8_weight_format"]:
-        words += ["--weight-format", recipe.format.name]
+    else:
+        if recipe.format.name != DEFAULTS["fp8_weight_format"]:
+            words += ["--weight-format", recipe.format.name]
+        if recipe.scale_format != DEFAULTS["fp8_scale_format"]:
+            words += ["--scale-format", recipe.scale_format]
+        if args.fp8_ignored_modules:
+            words += ["--ignored-modules", *args.fp8_ignored_modules]
     if not recipe.fp8_kv_cache:
         words += ["--kv-cache-dtype", "auto"]
-    return " ".join([*words, "--gpu-memory-utilization", f"{server.utilization:g}"])
+    elif recipe.kv_cache_skip_layers:
+        words += ["--kv-cache-skip-layers", *map(str, recipe.kv_cache_skip_layers)]
+    return join([*words, "--gpu-memory-utilization", f"{server.utilization:g}"])
 
 
 def _trainer_parts(capacity: Capacity) -> str:

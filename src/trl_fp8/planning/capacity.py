@@ -104,7 +104,7 @@ class Planner:
         """Return the capacity of a setup, at the smallest tensor parallel size that fits if it sets none."""
         if setup.tensor_parallel_size is not None:
             return self._at(setup, setup.tensor_parallel_size)
-        found = [self._at(setup, size) for size in self._sizes(setup.gpus)]
+        found = [self._at(setup, size) for size in self.sizes_on(setup.gpus)]
         return next((capacity for capacity in found if capacity.why_not is None), found[0])
 
     def ways(self, setup: Setup) -> list[Capacity]:
@@ -128,7 +128,7 @@ class Planner:
                 ways.append(way)
         return ways
 
-    def _sizes(self, gpus: int) -> list[int]:
+    def sizes_on(self, gpus: int) -> list[int]:
         """Return tensor parallel sizes that divide GPUs and attention heads, and not the blocks of FP8 weights."""
         found = [1]
         whole = self.plan_at(1).fp8_parameters

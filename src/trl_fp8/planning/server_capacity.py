@@ -39,10 +39,9 @@ def server_capacity(planner: Planner, setup: Setup) -> ServerCapacity:
     trainer = planner.capacity(replace(setup, tensor_parallel_size=1, utilization=0.0))
     nothing = TrainerMemory(*[0.0] * 8)
     share = setup.utilization if setup.utilization is not None else SHARE
-    sizes = [setup.tensor_parallel_size] if setup.tensor_parallel_size else planner.sizes
-    servers = []
-    for size in sizes:
-        if planner.splits(size):
-            servers.append(Capacity(planner.plan_at(size), nothing, replace(setup, gpus=size), share))
+    sizes = [setup.tensor_parallel_size]
+    if setup.tensor_parallel_size is None:
+        sizes = planner.sizes_on(planner.sizes[-1])
+    servers = [Capacity(planner.plan_at(size), nothing, replace(setup, gpus=size), share) for size in sizes]
     fitting = [server for server in servers if server.why_no_cache is None]
     return ServerCapacity((fitting or servers)[0], trainer)
