@@ -1,4 +1,4 @@
-"""The server of `make demo MODEL=server`: it is started for one run, and ends with it, also at Ctrl-C."""
+"""The server of `make demo MODEL=server`: started for one run, it ends with it, also at Ctrl-C, SIGTERM or SIGHUP."""
 
 import os
 import secrets
@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from trl_fp8 import FP8GRPOConfig
 
@@ -22,6 +24,7 @@ def serve_command(checkpoint: str, args: FP8GRPOConfig, port: int) -> list[str]:
     words = [sys.executable, "-m", "trl_fp8.commands.cli", "serve", checkpoint, "--port", str(port)]
     words += ["--kv-cache-dtype", args.kv_cache_dtype, "--max-num-seqs", str(args.per_device_train_batch_size)]
     words += [] if args.fp8_weights else ["--no-fp8-weights"]
+    words += ["--gpu-memory-utilization", str(args.vllm_gpu_memory_utilization)]  # the trainer may share its GPU
     words += ["--weight-format", args.fp8_weight_format, "--scale-format", args.fp8_scale_format]
     if args.vllm_max_model_length is not None:
         words += ["--max-model-len", str(args.vllm_max_model_length)]
@@ -30,7 +33,8 @@ def serve_command(checkpoint: str, args: FP8GRPOConfig, port: int) -> list[str]:
 
 @contextmanager
 def running(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
-    """Run a command in a process group of its own, and end that group after the block."""
+    """Run a command in a process group of its own, and end that group after the block, or when a signal ends it."""
+    usual = {number: signal.signal(number, _exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)  # without our Ctrl-C
     try:
@@ -42,6 +46,13 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
                 process.wait(SECONDS_TO_END)
             except (ProcessLookupError, subprocess.TimeoutExpired):
                 pass
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise `SystemExit`, so that blocks end as at Ctrl-C. Without a handler a signal ends Python at once."""
+    sys.exit(128 + number)
 
 
 @contextmanager

@@ -183,6 +183,7 @@ def trained_in_bf16(output_dir: str) -> Reference:
     print("First with BF16 rollouts, to compare", flush=True)
     folder = Path(output_dir, "bf16")
     words = ["--output_dir", str(folder), *PRECISIONS["bf16"], "--compare", "false"]  # win over the same before them
+    words += ["--vllm_mode", "colocate"]  # a server that takes weights from TRL's own trainer needs a GPU
     subprocess.run([sys.executable, *sys.argv, *words], check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((folder / "summary.json").read_text())
     return Reference(summary["reward_end"], summary["mismatch_mean"], "run before")

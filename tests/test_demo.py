@@ -43,6 +43,9 @@ LINES = (
 SMALL = "--max_steps 12 --per_device_train_batch_size 16 --eval_samples 1"
 
 
+SHARE = "--gpu-memory-utilization"
+
+
 def dry_run(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["make", "--dry-run", "--always-make", "demo", *words], cwd=ROOT, capture_output=True, text=True
@@ -73,20 +76,28 @@ def test_the_demos_server_has_the_flags_of_its_trainer(tmp_path, monkeypatch):
     words = demo_server.serve_command(checkpoint, args, 8123)
     assert words[1:4] == ["-m", "trl_fp8.commands.cli", "serve"]
     vllm_words, _, text = serve_command(words[4:])
-    for flag, value in {"--max-model-len": "64", "--max-num-seqs": "16", "--kv-cache-dtype": "auto"}.items():
+    expected = {"--max-model-len": "64", "--max-num-seqs": "16", "--kv-cache-dtype": "auto", SHARE: "0.3"}
+    for flag, value in expected.items():
         assert vllm_words[vllm_words.index(flag) + 1] == value
     assert "--vllm_server_base_url http://127.0.0.1:8123" in text
 
 
-def test_the_demos_server_ends_with_its_run_also_at_ctrl_c(tmp_path):
+@pytest.mark.parametrize(
+    "number, raised",
+    [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit)],
+    ids=["ctrl_c", "sigterm", "sighup"],
+)
+def test_the_demos_server_ends_with_its_run_also_at_a_signal(number, raised, tmp_path):
+    usual = signal.getsignal(number)
     script = "import signal, subprocess, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
     script += "subprocess.Popen(['sleep', '1000']); print('up', flush=True); time.sleep(1000)"
     log = tmp_path / "log"
-    with pytest.raises(KeyboardInterrupt), demo_server.running([sys.executable, "-c", script], log) as process:
+    with pytest.raises(raised), demo_server.running([sys.executable, "-c", script], log) as process:
         while "up" not in log.read_text():
             time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         time.sleep(10)
+    assert signal.getsignal(number) == usual
     assert not Path(f"/proc/{process.pid}").exists()
     states = [path.read_text().rpartition(")")[2].split() for path in Path("/proc").glob("[0-9]*/stat")]
     assert not [state for state, _, group, *_ in states if int(group) == process.pid and state != "Z"]
