@@ -42,6 +42,13 @@ def log_probs(server, tokens):
     return [row[str(token)]["logprob"] for row, token in pairs]
 
 
+def numbers(trainer):
+    """Return the logged rows without the count of syncs, which begins with each trainer."""
+    return [
+        {name: value for name, value in row.items() if name != "fp8/weight_version"} for row in trajectory(trainer)
+    ]
+
+
 def test_a_resumed_run_equals_the_uninterrupted_one(server, tmp_path):
     whole = trainer_of(server, tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
     whole.train()
@@ -50,7 +57,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(server, tmp_path):
     assert len({row["fp8/audited_tensors"] for row in logged}) == 1 and whole.vllm_generation.audit_failures == 0
     resumed = trainer_of(server, tmp_path, max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert trajectory(resumed)[-2:] == trajectory(whole)[2:]
+    assert numbers(resumed)[-2:] == numbers(whole)[2:]
     assert os.listdir(server.folder)  # both trainers live
 
 

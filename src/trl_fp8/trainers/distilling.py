@@ -89,7 +89,7 @@ class SelfDistillation(Distilling):
     """Hooks of a step in TRL's SDFT and SDPO, which have the same methods. It stands before `FP8Rollouts`."""
 
     engine_module = "trl.generation.vllm_generation"
-    _pass = "loss"  # noqa: S105, no password. Which forward runs: of the "loss", over "rollouts", of the "teacher"
+    _forward_of = "loss"  # which forward runs: of the "loss", over "rollouts", of the "teacher"
 
     def prompt_token_ids(self, prompts: list) -> list[list[int]]:
         return self._tokenize_prompts(prompts)
@@ -125,8 +125,8 @@ class SelfDistillation(Distilling):
 
     def _forward_logits(self, model, input_ids, attention_mask, logits_to_keep) -> torch.Tensor:
         with ExitStack() as stack:
-            for feature in self.features if self._pass != "rollouts" else ():
-                hook = feature.reference if self._pass == "teacher" else feature.scoring
+            for feature in self.features if self._forward_of != "rollouts" else ():
+                hook = feature.reference if self._forward_of == "teacher" else feature.scoring
                 stack.enter_context(hook(attention_mask, logits_to_keep))
             return super()._forward_logits(model, input_ids, attention_mask, logits_to_keep)
 
@@ -138,8 +138,8 @@ class SelfDistillation(Distilling):
     @contextmanager
     def _during(self, name: str) -> Iterator[None]:
         """Let forwards inside the block be of the pass `name`."""
-        self._pass = name
+        self._forward_of = name
         try:
             yield
         finally:
-            self._pass = "loss"  # noqa: S105
+            self._forward_of = "loss"

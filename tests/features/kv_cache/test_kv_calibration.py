@@ -709,7 +709,7 @@ def test_nothing_is_asked_for_while_a_forward_is_observed(call):
         "observed": lambda: made.state.observed(made.how),
         "watching": lambda: watch(made, model),
     }
-    with pytest.raises(RuntimeError, match="under way|watches a forward already"), made.watching():
+    with pytest.raises(RuntimeError, match="under way|already watches a forward"), made.watching():
         calls[call]()
     assert made.saturation() is None  # the block failed
     watch(made, model)
