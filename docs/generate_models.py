@@ -97,7 +97,7 @@ def versions(rows: dict[str, dict]) -> str:
         computed = [f"`{kind}`" for kind in sorted(vllm.by_transformers - set(vllm.refused)) if kind in rows]
         if computed:
             lines.append(f"- **vLLM {series}** has no class of its own for {', '.join(computed)}:")
-            lines.append("  it computes them by transformers' code. No result file has them, and")
+            lines.append("  it computes them by transformers' code. That is not measured, and")
             lines.append('  `fp8_forward="one_forward"` is refused.')
         lines += [f"  `{kind}` is refused: {reason}." for kind, reason in vllm.refused.items()]
     return "\n".join(lines)

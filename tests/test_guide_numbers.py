@@ -86,7 +86,7 @@ def test_readmes_picture_is_of_the_stored_runs(tmp_path):
 
 
 def test_counts_and_names_of_models():
-    assert f"It works for [{len(results_of('models'))} families of models]" in text_of("README.md")
+    assert f"Tiny policies of [{len(results_of('models'))} families]" in text_of("README.md")
     (listed,) = re.findall(r"\*\*Models\.\*\* (.*?)\. On CPU", text_of("docs/how_it_works.md"))
     oldest = families_with(next(iter(VERSIONS.values())))
     assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(kind for kind in oldest if oldest[kind].followed)
@@ -106,7 +106,7 @@ def test_the_mismatch_of_a_deep_model():
     stated = "{median:.3f} (range {min:.3f} to {max:.3f}, 3 seeds)".format(**deepest)
     toy = results_of("claims")["arms"]["addition-e4m3_kv-none-bf16-1x1"]["k3"]["value"]
     assert f"a toy has a k3 of {toy:.4f}, SmolLM2-135M of {stated}" in page
-    assert f"is {toy:.4f} for that policy" in text_of("README.md")
+    assert f"and {toy:.4f} for that policy" in text_of("README.md")
     assert f"{deepest['median']:.3f} for SmolLM2-135M" in text_of("README.md")
     normal = f"range from {toy:.4f} for a toy to {deepest['median']:.3f} for SmolLM2-135M"
     assert normal in text_of("docs/troubleshooting.md")
@@ -124,7 +124,9 @@ def test_what_a_k3_means():
     assert by_mean["edges"][2:] == [0.01, 0.1] and by_worst["edges"][2:4] == [0.01, 0.03]
     assert f"| 0.03 to 0.1 | accuracy fell by {stated.format(**by_mean['bands'][3])}" in page
     assert f"| above 0.1 | a warning. Accuracy fell by {stated.format(**by_mean['bands'][4])}" in page
-    assert f"of 0.01 to 0.03 lost {stated.format(**by_worst['bands'][3])}" in page
+    lost = by_worst["bands"][3]
+    change = {"value": -lost["value"], "low": -lost["high"], "high": -lost["low"]}
+    assert f"of 0.01 to 0.03 changed by {stated.format(**change)}" in page
 
 
 def test_healthy_runs_are_silent_and_planted_faults_are_not():

@@ -9,18 +9,17 @@ from typing import Literal, NamedTuple
 E4M3_MAX = 448.0  # largest value of e4m3 (`torch.float8_e4m3fn`), which has no infinity
 BLOCK = 128  # side of a weight's block, and length of an activation's group
 # Kernels multiply the scales of weight and activation, and some return NaN if these are tiny (flashinfer#2595: blocks
-# of dead experts). A block whose amax is below this floor is lost in any sum with another block
+# of dead experts). A block whose amax is below this floor adds nothing to a sum with a normal one
 WEIGHT_AMAX_FLOOR = 1e-12
 # Floor of amax in vLLM's activation kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu). It only keeps an
 # all-zero group from dividing by zero: no amax that matters is as small
 ACTIVATION_AMAX_FLOOR = 1e-10
-# Some kernels floor the scale instead, at 1 / (448 * 512), which is this amax: vLLM's torch path
+# Some kernels clamp the scale instead, to 1 / (448 * 512), the scale of this amax: vLLM's torch path
 # (QuantFP8.forward_native) and its kernel of activation function and quantization (silu_and_mul_per_block_quant)
 FLOORED_SCALE_AMAX = 1 / 512
 # Smallest amax that vLLM's quantizer of MXFP8 (mxfp8_utils.py) makes a scale from: 2^-127 is the smallest e8m0 number
 E8M0_AMAX_FLOOR = 448 * 2.0**-127
-# Checksums (codec/digest.py) multiply word (r, c) by 2 (r + c COLUMN_STEP) + 1: any large odd number that fits into
-# int64
+# Any large odd int64: checksums (codec/digest.py) multiply word (r, c) by 2 (r + c COLUMN_STEP) + 1
 COLUMN_STEP = 0x1E3779B97F4A7C15
 
 FIRST_CAPABILITY = (8, 9)  # of GPUs that multiply e4m3 numbers: Ada
@@ -60,7 +59,7 @@ class FormatSpec:
     scale_suffix: str  # a scale's name is its weight's plus this, in checkpoints and in vLLM
     alignment: int  # both sides of each weight's shard are multiples of it
     requirement: str  # the same in words, after "shards that"
-    kernels: tuple[str, ...]  # vLLM's; they read weight and scales anew in each call, and compute each row by itself
+    kernels: tuple[str, ...]  # allowed in vLLM: they keep no copies of weight or scales, and no row depends on others
     readers: str  # who loads a checkpoint, for its model card
     linear_backend: str | None = None  # vLLM's on CUDA; None: the fastest on the GPU (engine/vllm/gemms.py)
     capability: tuple[int, int] = FIRST_CAPABILITY  # of the first GPUs whose tensor cores multiply with the format
@@ -81,7 +80,7 @@ class FormatSpec:
 
     @property
     def fused_share_scale(self) -> bool:
-        """Return whether weights that vLLM fuses (q, k, v and gate, up) share one scale, as their parameter does."""
+        """Return whether weights that vLLM fuses (q, k, v and gate, up) share one scale."""
         return self.weight_block is None
 
     @property
@@ -118,7 +117,7 @@ class FormatSpec:
         return *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)
 
     def held_scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales as an engine holds them: the one of a whole weight has no dims."""
+        """Return the shape of the scales as an engine holds them: a scale of the whole weight is 0-d."""
         return self.scale_shape(shape) if self.weight_block else ()
 
     def weight_bytes(self, shape: Sequence[int]) -> int:
@@ -149,10 +148,10 @@ BLOCKS = FormatSpec(
     readers="vLLM reads it as it is, transformers dequantizes or runs it.",
     gemm_backends=("fake_quant", "scaled_mm"),
 )
-# vLLM's `fp8` without blocks. It holds q, k, v in one parameter with one scale, and gate, up in another. What it loads
-# with several scales it dequantizes to FP16 and quantizes again with the largest. Here such weights share the largest
-# scale from the start, and no scale is below FP16's smallest normal number. Then neither of vLLM's roundings changes
-# a number, and an engine that loads a checkpoint holds the bytes of a sync (tests/quantization/test_tensor_format.py)
+# vLLM's `fp8` without blocks. It loads q, k, v (and gate, up) into one parameter with one scale: if theirs differ, it
+# dequantizes them to FP16 and quantizes with the largest. Here they have that scale from the start, at least FP16's
+# smallest normal number, so that both of these steps are exact, and an engine that loads a checkpoint holds the bytes
+# of a sync (tests/quantization/test_tensor_format.py)
 TENSOR = FormatSpec(
     name="tensor",
     description="e4m3 per tensor",
@@ -209,6 +208,6 @@ def format_named(name: str) -> FormatSpec:
 
 
 def format_stored(weight_block: Sequence[int] | None) -> FormatSpec | None:
-    """Return the format with this `weight_block_size`, of a checkpoint or an engine's layer; None if it is unknown."""
+    """Return the format with this `weight_block_size` (None: one scale per weight); None if no format has it."""
     block = tuple(weight_block) if weight_block else None
     return next((spec for spec in FORMATS.values() if spec.weight_block == block), None)

@@ -1,4 +1,4 @@
-"""Lines for the user, above a progress bar if there is one. No torch is imported: commands print before it is."""
+"""Lines for the user, above a progress bar if there is one. It must not import torch: commands print before."""
 
 import logging
 import sys

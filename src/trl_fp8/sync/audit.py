@@ -3,11 +3,11 @@
     sent:    a checksum of each tensor's part on this rank, made while it was computed (writer.py)
     held:    the same checksum of the engine's parameter, read back
     verdict: one transfer of both to the host. It names tensors that differ, are missing, were never sent, or are not
-             the same on all ranks, which would train on rollouts of different policies
+             the same on all ranks: then ranks would train on rollouts of different policies
     seal:    the same checksums of the engine, taken again before anything is sampled
 
-Writing and reading back use the same `Layout`, so the audit cannot see that a layout is wrong: its names and shapes
-are compared with the policy's at the start, and tests compare it with vLLM's own loader.
+A wrong `Layout` would pass, since writing and reading share it. So its names and shapes are checked against the policy
+at the start, and tests compare it with vLLM's own loader.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,10 +31,11 @@ class Replicas:
     rank: int  # of this process
     tensor_parallel_size: int  # number of consecutive ranks that share one engine
     reduce_max: ReduceMax  # over all ranks
-    reduce_max_of_engine: ReduceMax | None = None  # over ranks that share its engine; None: no other does
+    reduce_max_of_engine: ReduceMax | None = None  # over the ranks of this rank's engine; None: it has one alone
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
         """Return largest and smallest of each of the int64 `values` `[n]` over the replicas, `[2, n]`. Collective."""
+        # One reduction serves all groups: each place in an engine has a slot, where other places leave the minimum
         slots = values.new_full((2, self.tensor_parallel_size, len(values)), torch.iinfo(torch.int64).min)
         slot = self.rank % self.tensor_parallel_size
         slots[0, slot], slots[1, slot] = values, ~values  # ~x falls as x rises, and has no overflow
@@ -59,7 +60,7 @@ def audit(
     `layout.names`. Waits for the device once.
 
     With `replicas` it is a collective. It then also compares over ranks the checksums of what is `carried` beside the
-    weights, and whether all of that has arrived. Every rank lists all names.
+    weights, and whether all of that has arrived. `carried` has the same names in the same order on all ranks.
     """
     # 1. For each tensor the checksums held and sent, int64 on the device; likewise for what is carried
     names, sent = layout.names, written.sums

@@ -1,4 +1,6 @@
-"""Checks of a policy before an engine follows it: a type that vLLM takes as it is, named, tied, finite."""
+"""Checks of a policy before an engine follows it: vLLM loads its type, knows its path, ties the same embeddings,
+and all values are finite.
+"""
 
 from collections.abc import Callable
 
@@ -60,8 +62,9 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
 
 def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
     """Raise `ValueError` naming some of the tensors that an engine holds under other names, or in another form."""
-    # A sync would fail too, but could not tell a model that vLLM holds differently from a tensor that got lost
-    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}  # None: any, what is copied is rounded to it
+    # A sync would fail as well, but later, and could not say whether vLLM holds this model differently or a tensor was
+    # lost. A dtype of None: the engine may have any, and the copy is rounded to it
+    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}
     for name, shape in outline_of(model).parameters.items():
         fp8 = name in recipe.fp8_tensors
         sent[recipe.engine_name(name)] = shape, E4M3 if fp8 else None
@@ -101,11 +104,13 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     """Raise `ValueError` naming parameters and persistent buffers that are not finite in the engine's BF16.
 
     Reads every parameter (under FSDP2 and ZeRO-3 this rank's shard) once and waits for the device once. `reduce_max`
-    replaces a tensor by its maximum over ranks: all of them raise, or none: one that went on alone would hang.
+    replaces a tensor by its maximum over ranks, so that all ranks raise or none does. A rank that went on alone would
+    hang.
     """
     both = [*model.named_parameters(), *persistent_buffers(model)]
     named = [(name, local_part(tensor)) for name, tensor in both if tensor.is_floating_point()]
-    # A norm would need 15 times as long on CPU. Extremes are rounded to BF16, whose range is smaller than FP32's
+    # Extremes are rounded to BF16, where a finite FP32 number may be infinite. A norm would take 15 times as long on
+    # CPU
     extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for _, t in named]
     bad = (~torch.isfinite(torch.stack([pair.bfloat16() for pair in extremes]))).any(1).float()
     if reduce_max is not None:

@@ -1,4 +1,4 @@
-"""`ColocatedEngine`: a started vLLM, in this process, as a delivery sees it."""
+"""`ColocatedEngine`: vLLM in this process, with what a delivery needs of it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ from .scale_copies import KVScaleCopies, fp8_attention_layers
 
 
 class Generation(EngineOfPolicy, Protocol):
-    """An engine with its policy and all that is around it, as the parts of the engine see it: `FP8VLLMGeneration`."""
+    """What an `EnginePart` may use of `FP8VLLMGeneration`."""
 
     platform: Platform
     llm: RolloutLLM
@@ -81,12 +81,10 @@ class ColocatedEngine:
     def constants(self, device: torch.device) -> TensorGroup:
         """Return the buffers that no policy has: rotary angles, normalizers of embeddings, maps of experts.
 
-        vLLM makes them at its start and only reads them; they are written again, as they were found, only after they
-        changed.
-
-        The copies are on the host: what wrote to the engine's memory by mistake does not reach them. vLLM itself saves
-        buffers before it sleeps and restores them when it wakes. Scales of k, v and q are left out: `KVScaleCopies`
-        verifies those that an FP8 KV cache uses, and nothing reads the others.
+        vLLM makes them at its start and only reads them. If an audit finds one changed, all are written again from
+        copies on the host, which a stray write on the device cannot reach. vLLM restores buffers itself when it wakes.
+        Scales of k, v and q are left out: `KVScaleCopies` verifies those that an FP8 KV cache uses, and nothing reads
+        the others.
         """
         copies: dict[str, torch.Tensor] = {}
         layout = constants_layout(self.model, self.layout)

@@ -27,8 +27,10 @@ READ_EACH_TIME = (
 def fp8_attention_layers(
     model: nn.Module, kv_layers: Collection[int], skip_layers: Collection[int] = ()
 ) -> dict[int, Attention]:
-    """Return the attention modules whose cache is FP8, of a policy that caches k and v in `kv_layers`. `RuntimeError`
-    if the engine does in others, another one is FP8, or one may keep copies of its scales.
+    """Return layer number -> attention module for the layers with an FP8 cache.
+
+    `RuntimeError` if the engine's layers with a cache are not `kv_layers`, if the FP8 ones are not all of these but
+    `skip_layers`, or if an FP8 one may keep copies of its scales.
     """
     layers = attention_layers(model)
     if list(layers) != list(kv_layers):

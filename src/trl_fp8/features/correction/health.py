@@ -1,4 +1,4 @@
-"""Warnings of mismatch and correction metrics at which runs have lost, and what to try then.
+"""Warnings for values of mismatch and correction metrics at which runs lost accuracy, with advice.
 
 The texts name what a user can change. The caller takes care that each is said once per run.
 """
@@ -6,7 +6,7 @@ The texts name what a user can change. The caller takes care that each is said o
 from collections.abc import Mapping
 
 
-MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: runs below it lost most, those above nothing that was measured
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: runs below it lost the most accuracy, runs above it no measurable amount
 MIN_SEQUENCE_EFFECTIVE_SAMPLE_SIZE = 0.3  # verl's rollout-correction docs
 MAX_MASKED_SEQUENCES = 0.2
 MAX_K3 = 0.1  # SmolLM2-135M without a fault has 0.064 at most (docs/evidence.md)

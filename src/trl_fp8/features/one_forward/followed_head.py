@@ -1,7 +1,7 @@
 """TRL's fused output head with the engine's log-probs: the engine's logits, and its sampler's log-softmax in FP32.
 
-TRL projects with the head's weight, folds logits tile by tile, and does all of it again in the backward. Here the
-forward asks the engine for the logits; the backward is TRL's, with the policy's own weight.
+TRL multiplies hidden states by the head's weight, reduces the logits in chunks, and recomputes them in the backward.
+Here the forward asks the engine for the logits; the backward is TRL's, with the policy's own weight.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> C
 def followed_head(one_forward: OneForward, compare: Callable | None = None) -> type[ChunkedLogProbFunction]:
     """Return a `ChunkedLogProbFunction` of TRL 1.16 whose forward is the engine's.
 
-    `compare(hidden, weight, bias, logit_scale, softcap, logits)` gets the engine's logits; its result is ignored.
+    `compare(hidden, weight, bias, logit_scale, softcap, logits)` is called with the engine's logits, to compare
+    the policy's own with them.
     """
 
     class FollowedHead(ChunkedLogProbFunction):
@@ -52,10 +53,10 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
             ]
             named = {name: torch.cat([each[name] for each in found]) for name in found[0]}
             log_z = named.pop("log_z")
-            # `log_z` only fills the entropy's slot: TRL's backward reads it only if entropies have a gradient
+            # Without an entropy any tensor fills its slot: the backward reads that only for a gradient of the entropy
             ctx.save_for_backward(hidden, weight, bias, targets, log_z, named.get("entropy", log_z))
-            # TRL's backward recomputes the logits, in FP32 on a CPU. In BF16 they are rounded as the engine's, which
-            # the forward saw, and only with those does the saved normalizer give probabilities that sum to 1
+            # TRL's backward recomputes the logits, in FP32 on a CPU. The engine's are in BF16, and `log_z` is theirs:
+            # only with logits in BF16 do probabilities sum to 1
             ctx.compute_dtype = torch.bfloat16
             ctx.chunk_size = chunk_size
             ctx.kernel_args = {

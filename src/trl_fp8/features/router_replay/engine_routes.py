@@ -33,8 +33,8 @@ class RouteLog(RolloutLog):
     otherwise = "set router_replay='off'"
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        # On CPU routers are read as they route, and a cached token bypasses them. vLLM itself stores routes with its
-        # prefix cache
+        # With a prefix cache vLLM (on CUDA) stores the routes of cached tokens, too. On CPU routers are read as they
+        # run, and would not run for a cached token
         cached = platform.name == "cuda"
         if cached and recipe.tensor_parallel_size > 1:
             raise ValueError(
@@ -78,7 +78,8 @@ class RouteLog(RolloutLog):
 
     def merged(self, notes: list[np.ndarray], length: int) -> np.ndarray:
         merged = np.full((length - 1, *notes[0].shape[1:]), NOWHERE, np.int16)
-        # in a conversation the first call that fed a token wins: it computed the next token's log-prob
+        # Several calls of one conversation: later ones are written first, so that a token keeps the routes of the call
+        # that first fed it, which computed the next token's log-prob
         for routes in reversed(notes):
             merged[: len(routes)] = routes[: length - 1]
         return merged
@@ -93,7 +94,7 @@ def returned_routes(outputs: list[RequestOutput]) -> list[np.ndarray]:
 
 
 class RouterCapture:
-    """Reads the routers of an engine with the first model runner, eager, without prefix caching, as they route."""
+    """Records what routers choose as they run. Needs vLLM's first model runner, eager mode and no prefix caching."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
@@ -126,7 +127,7 @@ class RouterCapture:
 
 
 def _without_repetitions(chunks: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
-    """Return rows of consecutive positions from 0 on, cut where a preempted request was computed again."""
+    """Return the chunks without positions that an earlier one has: a preempted request is computed again."""
     rows = []
     filled = 0
     for start, chunk in chunks:

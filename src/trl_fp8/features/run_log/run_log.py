@@ -1,4 +1,4 @@
-"""Writes `fp8_run.jsonl` while a run goes. A line about a generation is of the main process's batch."""
+"""Writes `fp8_run.jsonl` while a run goes. Lines about a generation are of the main process's part alone."""
 
 from collections.abc import Callable
 
@@ -44,7 +44,7 @@ class RunLog(Feature, TrainerCallback):
         self._write(append, "rollouts", row | batch.record)
 
     def save(self, folder: str) -> None:
-        """Settle the file: the step of a checkpoint is done, whether its log was due or not."""
+        """Make this run's file the current one: a checkpoint shows that its step is done, also without a log."""
         if self.writes:
             self._write(settle)
 

@@ -30,7 +30,10 @@ TOKENS = list(range(8))  # a prompt to try adapters with: attention needs a few,
 
 
 class BasePart(EnginePart):
-    """Hands the base to the engine, which keeps it awake or asleep, and its codes to the policy's layers."""
+    """Sends the base to the engine once, and lets the policy's layers compute with the engine's codes.
+
+    The engine keeps them in memory while it sleeps.
+    """
 
     def __init__(self, base: SharedBase):
         self.base = base
@@ -59,7 +62,7 @@ class BasePart(EnginePart):
         generation.wake_weights()
         generation.delivery.send(generation.delivery.frozen[0])
         self.base.share(lambda weight: held_codes(layout, recipe.engine_name(weight), recipe.format))
-        # A compiled engine's adapters are tested after its first sync: now its weights are random
+        # Tested after the first sync: with the random weights of now, adapters may not show in log-probs
         self._adapters_read = not upstream.engine_config(generation.llm).compilation_config.mode
 
     def synced(self, generation: Generation) -> None:
@@ -88,6 +91,7 @@ class AdapterWeights(PolicyWeights):
         super().__init__(generation)
         self.base = base
         recipe = self.recipe
+        # By the policy's names; `slots_of` has the engine's
         self.slots = {recipe.linears[name]: slot for name, slot in slots_of(generation.engine.model).items()}
         codes = {name for w in recipe.fp8_tensors for name in (recipe.engine_name(w), recipe.scale_name(w))}
         frozen = {recipe.engine_name(name) for name, parameter in self.parameters() if not parameter.requires_grad}
@@ -99,7 +103,7 @@ class AdapterWeights(PolicyWeights):
         self.frozen = base_part, TensorGroup(self.layout.part(frozen), frozen_tensors, one_by_one=self.dealt)
 
     def one_by_one(self, model: nn.Module) -> bool:
-        return self.dealt  # nothing is merged
+        return self.dealt  # unlike the parent's, also with PEFT: no adapter is merged in place, so tensors last
 
     def sent(self) -> AbstractContextManager[Iterator[SentTensor]]:
         named = self.model.named_parameters

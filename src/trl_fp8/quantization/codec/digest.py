@@ -6,8 +6,11 @@ is `COLUMN_STEP`, and all products are summed modulo 2**64. Each key is odd, and
 tensors changes it too, except by a coincidence of 2**-32 or rarer. It protects against mistakes, not an adversary.
 
 Two properties make it cheap. A key is a number of the row plus a number of the column, so two plain sums of the
-words, by row and by column, are all the work: sum w (2r + 1 + 2cP) = sum_r (2r + 1) sum_c w + sum_c 2cP sum_r w. And
-sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
+words, by row and by column, are all the work:
+
+    sum_rc w_rc (2r + 1 + 2cP)  =  sum_r (2r + 1) (sum_c w_rc)  +  sum_c 2cP (sum_r w_rc)
+
+And sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
 
 On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py); on CPU those of one shape are summed
 together. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
@@ -25,7 +28,9 @@ _PART = 2**18  # words summed at once, so that a cast, and the copies that integ
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: int = 0) -> torch.Tensor:
-    """Return an int64 0-d checksum, on the device, of a tensor's bytes and their positions, not of its dtype or shape.
+    """Return an int64 0-d checksum, on the device, of a tensor's bytes and the length of its rows (the last dim).
+
+    Dtype and leading dims do not count.
 
     The tensor has any strides, is cast to `dtype` first unless that is None, and is padded with zeros to whole words.
     `first_row` is the row at which it begins in the larger tensor that it is a part of.
@@ -94,7 +99,7 @@ def digests_of_sent(
 
 
 def _sum_sent(dtype: torch.dtype, batch: torch.Tensor, row: int) -> torch.Tensor:
-    """Return `[G, 2]`: for each of `[G, ...]`, cast to `dtype`, its checksum, and 0 if it is finite."""
+    """Cast each of `[G, ...]` to `dtype`. Return int64 `[G, 2]`: its checksum, and 0 if all of it is finite."""
     batch = batch.to(dtype).contiguous()
     flat = batch.view(len(batch), batch.shape[1:].numel())
     bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
@@ -112,10 +117,10 @@ def _fill(
     compute: Callable[[torch.Tensor, int], torch.Tensor],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write `compute` of each tensor into its row of `rows`.
+    """Put `compute` of each tensor into its row of `rows`, which are zero before.
 
     `compute` gets a stack of tensors of one shape, or a part of a large one with its first row: results of parts are
-    added up. `dtype` is that of the words, if `compute` casts.
+    added up. `dtype` is what `compute` casts to, if it casts: parts are cut at whole words of it.
     """
     words = [max(tensor.nbytes // 4, 1) for tensor in tensors]
     for batch in same_kinds([(t.dtype, *t.shape) for t in tensors], [_PART // count for count in words]):
@@ -177,7 +182,7 @@ def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Ten
 
 
 def _words(tensors: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `[G, ...]` as int32 `[G, R, C]`; `C` spans the last dim if that has whole words."""
+    """Return the bytes of `[G, ...]` as int32 `[G, R, C]`; `C` is the last dim, if that has whole words."""
     flat = tensors.contiguous().view(len(tensors), tensors.shape[1:].numel()).view(torch.uint8)
     row_bytes = tensors.shape[1:][-1:].numel() * tensors.element_size()  # of one element in 0-d
     if flat.shape[1] % 4:

@@ -1,16 +1,17 @@
 """The gated delta net of a CPU engine, token by token: a decode step gives what a prefill of the same tokens gives.
 
 vLLM's own CPU kernels read a convolution's weights packed for the host's instruction set, where a sync could not
-write, and scan a prompt in chunks that a decode step does not have. Here every token of a sequence takes the step that
-it would take alone, in FP64, from the state in the cache to the state in the cache, which is rounded to its dtype:
+write, and scan a prompt in chunks that a decode step does not have. Here every token is a step of its own, as in
+decoding: the state is read from the cache, updated in FP64, rounded to the cache's dtype and written back:
 
     x       = silu(the last C inputs of the convolution, each channel with its own weights), rounded to x's dtype
-    q, k, v = heads of x; q and k of length one, q over the root of its size
+    q, k, v = heads of x; q and k divided by their lengths
     state   = state * exp(-exp(A_log) softplus(a + dt_bias))
     state  += k (v - k state) sigmoid(b)
-    out     = q state, rounded to x's dtype
+    out     = q state / sqrt(K), rounded to x's dtype
 
-Shape letters: R requests that have a token left, H heads of k, Z heads of v, K and V sizes of one, C kernel.
+Shape letters: R requests that have a token left, H heads of q and k (of size K), Z heads of v (of size V), C inputs of
+the convolution.
 """
 
 import torch
@@ -29,7 +30,7 @@ EPSILON = 1e-6  # of the lengths of q and k, as in vLLM and transformers
 
 
 def register_cpu_delta_net() -> None:
-    """Put the reference in the place of vLLM's operation without speculative decoding. Idempotent."""
+    """Replace vLLM's operation (the one for runs without speculative decoding) by `delta_net`. Idempotent."""
     if gdn_attention._cpu_gdn_attention_nonspec is not delta_net:
         patch(gdn_attention, "_cpu_gdn_attention_nonspec", delta_net)
 
@@ -82,6 +83,6 @@ def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> t
 
 
 def _unit(heads_RHK: Tensor, heads: int) -> Tensor:
-    """Return each head divided by its length, repeated to `heads`: those of v that share one lie side by side."""
+    """Return each head of q or k at length one, repeated to `heads`: consecutive heads of v share one."""
     unit = heads_RHK * (heads_RHK.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
     return unit.repeat_interleave(heads // heads_RHK.shape[1], 1)

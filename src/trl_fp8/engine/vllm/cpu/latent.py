@@ -1,10 +1,10 @@
 """MLA on a CPU engine, over vLLM's paged cache of latents, in FP64: a token's bits are the same in every batch.
 
 In a prefill vLLM expands latents by kv_b_proj. In a decode it multiplies queries and outputs by two parts of that
-weight, W_UK and W_UV. Here every token is computed as in a decode, so all of them read the two parts, which a sync
-derives from kv_b_proj.
+weight, W_UK and W_UV. Here every token is computed as in a decode, so that only these two parts are used. A sync
+derives them from kv_b_proj.
 
-    write:  bytes = e4m3(latent / k_scale), round to nearest even, saturating                 (a BF16 cache: itself)
+    write:  bytes = e4m3(latent / k_scale), round to nearest even, saturating     (a BF16 cache stores the latent)
     read:   latent = bytes * k_scale; softmax((q W_UK) latent^T) latent W_UV in fp64; q and the output in BF16
 
 Shape letters: T tokens, H heads, N their size without rotation, P the rotated rest, L latent size, B blocks.
@@ -26,7 +26,7 @@ from .reference_attention import ReferenceMetadataBuilder, attend, gather, padde
 class ReferenceLatentAttention(CPUMLABackend):
     """Cache layout and limits of vLLM's CPU backend, another implementation."""
 
-    get_supported_head_sizes = staticmethod(list)  # an empty list: every size, for nothing is compiled for one
+    get_supported_head_sizes = staticmethod(list)  # an empty list: any head size, as no kernel is compiled
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
     get_impl_cls = staticmethod(lambda: ReferenceLatentImpl)
     get_builder_cls = staticmethod(lambda: LatentMetadataBuilder)
@@ -88,6 +88,7 @@ class ReferenceLatentImpl(CPUMLAImpl):
         cache = kv_c_and_k_pe_cache.view(torch.uint8) if fp8 else kv_c_and_k_pe_cache
         latent_R1SD = gather(cache[:, None], common.block_table_tensor, common.max_seq_len, k_scale)
         seen_RQS = visible(query_lens, common.seq_lens, common.max_seq_len, None)
+        # Keys and values are one tensor; the rotated part of what is read is dropped
         read_RQHD, _ = attend(q_RQHD, latent_R1SD, latent_R1SD, seen_RQS, self.scale)
         read_THL = read_RQHD[real_RQ][..., : self.kv_lora_rank]
         values = torch.einsum("thl,hlv->thv", read_THL, layer.W_UV.double())

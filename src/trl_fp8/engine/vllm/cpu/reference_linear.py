@@ -4,12 +4,12 @@ vLLM's own kernels for block-FP8 need AMX or leave activations unquantized. Thos
 for the host's instruction set: a sync could not write there, nor an audit read back. And all of them, torch's too, add
 in FP32 in an order that depends on the number of rows, on shards and on the host.
 
-Here every product is added in FP64. Two orders of one sum then differ by 2^-53 of its terms, while neighbouring BF16
-numbers are 2^-8 apart: the order shows after rounding only if the sum is that close to a tie, one in 2^40. Products of
+Here every product is added in FP64. Two orders of one sum then differ by about 2^-53 of its largest terms, and BF16
+keeps 2^-8: the order shows after rounding only if the sum is that close to a tie, about one sum in 2^40. Products of
 BF16 numbers are exact in FP64, and so are their sums, as long as the products span less than 2^25.
 
-Weights are converted in blocks that stay in a core's cache: a decode step reads the BF16 weights once, as it did
-before, and a vocabulary of 150,000 needs no FP64 copy.
+Weights are converted in blocks that stay in a core's cache: a decode step still reads the BF16 weights from memory
+only once, and a vocabulary of 150,000 needs no FP64 copy.
 """
 
 from collections.abc import Iterable
@@ -85,7 +85,8 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # per token, as before vLLM's CUTLASS kernel; vLLM's default on CPU is per batch, which no trainer can follow
+        # One scale per token, as on a GPU for vLLM's CUTLASS kernel; vLLM's default on CPU is one per batch, which no
+        # trainer can follow
         self.quant_fp8 = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
 
     @classmethod
@@ -101,8 +102,8 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
 class ReferenceMxfp8Kernel(Mxfp8LinearKernel):
     """`y = dequantize(x) @ dequantize(w).T + bias`, summed in fp64 and rounded once.
 
-    `x` is quantized as before vLLM's kernels for Blackwell. vLLM's own emulation leaves it in BF16, and adds in BF16's
-    GEMM.
+    `x` is quantized as it is for vLLM's kernels on Blackwell. vLLM's own emulation leaves it in BF16, and multiplies
+    in BF16.
     """
 
     is_supported = ReferenceFp8BlockKernel.is_supported
@@ -129,7 +130,7 @@ def _mx_values(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scaled_fp8_quant(values: Tensor, scale: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-    """Quantize with `scale`, in place of vLLM's function of this name; ignores its other arguments."""
+    """Quantize with a known scale. Replaces vLLM's function, which has no code for CPU. Ignores other arguments."""
     return (values.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
