@@ -27,7 +27,7 @@ WORKERS := $(if $(filter cpu,$(ENGINE)),3,1)
 # The tests that depend most on the version of vLLM: what a second version has to pass in CI
 CHOSEN := $(addprefix tests/,upstream engine/test_upstream.py engine/test_servable.py engine/test_sync.py \
 	engine/test_rollout_llm.py engine/test_experts.py engine/test_server.py sync/test_audit.py \
-	features/one_forward/test_against_engine.py engine_vllm_server/test_drills.py test_demo.py)
+	features/one_forward/test_against_engine.py test_demo.py)
 # Two OpenMP threads that spin while they wait slow each other down on a busy machine, 20-fold at worst
 export OMP_WAIT_POLICY := PASSIVE
 # Where it is set, every process of the tests would compile torch, vLLM and transformers anew: 30 s each
