@@ -28,7 +28,7 @@ from .scale_copies import KVScaleCopies, fp8_attention_layers
 
 
 class Generation(EngineOfPolicy, Protocol):
-    """What an `EnginePart` may use of `FP8VLLMGeneration`."""
+    """The part of `FP8VLLMGeneration` that an `EnginePart` may use."""
 
     platform: Platform
     llm: RolloutLLM
