@@ -170,7 +170,8 @@ def unfinished(server) -> float:
 
 
 def test_a_request_that_vllm_holds_is_gone_when_its_update_is_abandoned(server, trainer):
-    body = {"model": server.model, "prompt": [PROMPT], "max_tokens": 56, "ignore_eos": True, "n": 8}
+    # 32 completions, of which vLLM computes 8 at a time: time enough to begin an update
+    body = {"model": server.model, "prompt": [PROMPT], "max_tokens": 56, "ignore_eos": True, "n": 32}
     url = f"{server.url}/v1/completions"
     answers = []
     for _ in range(20):  # until an update begins while vLLM computes
