@@ -27,6 +27,7 @@ from typing import IO, NamedTuple
 from packaging.requirements import Requirement
 
 from trl_fp8 import __version__
+from trl_fp8.recipe.messages import format_bytes
 from trl_fp8.upstream.versions import ENGINES, require_versions
 
 
@@ -237,11 +238,14 @@ def room() -> Verdict:
     free = {str(folder): shutil.disk_usage(_existing(folder)).free for folder in cache_folders().values()}
     folder = min(free, key=free.get)
     here = shutil.disk_usage(".").free
-    text = f"{_gib(free[folder])} free for {folder}, {_gib(here)} for the current folder"
+    text = f"{format_bytes(free[folder])} free for {folder}, {format_bytes(here)} for the current folder"
     if free[folder] < ROOM:
-        return Verdict("disk", FAULT, f"{text}. Compiled code needs {_gib(ROOM)}: make room, or move the cache.")
+        return Verdict(
+            "disk", FAULT, f"{text}. Compiled code needs {format_bytes(ROOM)}: make room, or move the cache."
+        )
     if here < CHECKPOINT:
-        remedy = f"A checkpoint of 1 B parameters takes {_gib(CHECKPOINT)}: set output_dir to another disk."
+        size = format_bytes(CHECKPOINT)
+        remedy = f"A checkpoint of 1 B parameters takes {size}: set output_dir to another disk."
         return Verdict("disk", WARNING, f"{text}. {remedy}")
     return Verdict("disk", OK, text)
 
@@ -249,7 +253,7 @@ def room() -> Verdict:
 def shared_memory(folder: str = "/dev/shm") -> Verdict:  # noqa: S108, what NCCL and servers use
     """Compare the free shared memory with what ranks need."""
     free = shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
-    text = f"{_gib(free)} free in {folder}"
+    text = f"{format_bytes(free)} free in {folder}"
     if free < SHARED:
         text += ". Several GPUs and servers need more: docker run --shm-size=16g, or --ipc=host."
         return Verdict("shared memory", WARNING, text)
@@ -260,10 +264,6 @@ def _existing(folder: Path) -> Path:
     """Return a folder, or the nearest one above it that exists."""
     # Path.is_dir raises PermissionError below a folder that this user cannot enter, up to Python 3.13
     return next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))  # noqa: PTH112
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3g} GiB"
 
 
 def in_child(seconds: float, log: list[str]) -> Iterator[Verdict]:
