@@ -55,7 +55,7 @@ DEMO_lora := grpo_addition_lora
 DEMO_server := grpo_addition_server
 DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense, MODEL=moe, MODEL=lora and MODEL=server))
 
-.PHONY: demo test test-chosen test-quick lint format docs models claims site bench bench-table release clean
+.PHONY: demo test test-chosen test-failed test-quick lint format docs models claims evidence site bench bench-table release clean
 
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe, MODEL=lora, MODEL=server: others
 	$(if $(filter cpu,$(ENGINE)),OMP_NUM_THREADS=2) $(BIN)/python examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
@@ -66,6 +66,9 @@ test: $(TESTABLE) lint  ## everything that CI runs; ISA=avx2: as an older host w
 
 test-chosen: $(TESTABLE)  ## what depends most on the version of vLLM, for VLLM=0.32: two minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder $(CHOSEN) $(ARGS)
+
+test-failed: $(TESTABLE)  ## those that failed in the latest run, one by one; an error if none did
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --verbose --last-failed --last-failed-no-failures none $(ARGS)
 
 test-quick: $(TESTABLE)  ## what needs no engine, for the inner loop
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope -m "not gpu and not engine and not distributed" $(ARGS)
@@ -93,6 +96,10 @@ claims: $(TESTABLE)  ## the training runs of docs/evidence.md that have no resul
 	$(BIN)/python -m benchmarks.claims $(ARGS)
 	$(BIN)/python -m benchmarks.claims.verdicts
 	$(BIN)/python -m benchmarks.claims.pictures
+	$(BIN)/python -m docs.generate_claims
+
+evidence: $(TESTABLE)  ## derive every number of docs/evidence.md from the committed raw data anew, and write the page: one minute
+	$(BIN)/python -m benchmarks.evidence
 	$(BIN)/python -m docs.generate_claims
 
 site: $(TESTABLE)  ## build the documentation site to outputs/site

@@ -289,7 +289,7 @@ def of_log_ratios(log_r: np.ndarray, entropy: np.ndarray) -> dict:
     log_r, entropy = log_r.astype(np.float64), entropy[: len(log_r)].astype(np.float64)
     k3 = np.expm1(-log_r) + log_r
     places = np.array_split(np.arange(log_r.shape[1]), POSITIONS)
-    ranked = np.array_split(np.argsort(entropy, axis=None), POSITIONS)
+    ranked = np.array_split(np.argsort(entropy, axis=None, kind="stable"), POSITIONS)  # ties as on any host
     return {
         "k3": over_sequences(k3),
         "mean_distance": float(np.abs(log_r).mean()),
@@ -411,7 +411,7 @@ def engine_row(checkpoint: str, policy: PreTrainedModel, name: str) -> dict:
     if name != "one_forward":
         simulated = SimulatedEngine(policy)
         if name == "linears_kv":
-            simulated.round(simulated.linears, kv_scales=scales)
+            simulated.round(simulated.linears, kv_scales=scales, activations=generation.numerics.linears)
         found["simulation"] = distance(of_vllm, chosen_log_probs(simulated.model, sequences))
         found["activations"] = list(generation.numerics.linears or [])
     return found

@@ -71,6 +71,7 @@ class Case:
         end: Token that ends one; None: all have the longest.
         reward: Number of a prompt, token ids of its completions -> rewards.
         trained: Its last layers.
+        sampled_together: Completions; log-probs over the whole vocabulary take memory.
     """
 
     model: PreTrainedModel
@@ -80,6 +81,7 @@ class Case:
     end: int | None
     reward: Callable[[int, Sequence[Tensor]], list[float]]
     trained: list[torch.nn.Module]
+    sampled_together: int = 256
 
     def __post_init__(self) -> None:
         self.model.requires_grad_(False)
@@ -135,7 +137,7 @@ def smollm2(options: argparse.Namespace, folder: Path) -> Case:
         return [begins_word[ids].float().mean().item() for ids in completions]
 
     prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
-    return Case(model, prompts, options.repeats or 2, 32, None, reward, list(model.model.layers[-2:]))
+    return Case(model, prompts, options.repeats or 2, 32, None, reward, list(model.model.layers[-2:]), 32)
 
 
 def _vocabulary(tokenizer, size: int) -> list[str]:
@@ -204,8 +206,9 @@ def of_dose(case: Case, engine: SimulatedEngine, seed: int, name: str) -> tuple[
     """Return sketches `[prompts, repeats, bins]` by correction, and facts of the rollouts."""
     prompts = [prompt for prompt in case.prompts for _ in range(case.repeats * GROUP)]
     sampled = []
-    for start in range(0, len(prompts), 256):
-        sampled += engine.sample(prompts[start : start + 256], case.tokens, seed * 1000 + start, case.end)
+    for start in range(0, len(prompts), case.sampled_together):
+        together = prompts[start : start + case.sampled_together]
+        sampled += engine.sample(together, case.tokens, seed * 1000 + start, case.end)
     corrections = CORRECTIONS if not name.endswith(("bf16", "again")) else {"none": CORRECTIONS["none"]}
     sequences = Sequences.of(prompts, [ids.tolist() for ids, _ in sampled])
     mask_BT = sequences.completion[:, 1:]

@@ -100,8 +100,8 @@ def start(options: argparse.Namespace, folder: str):
     arguments = platform.arguments(recipe, model.config, **sizes, parts=[part], user=user)
     PartialState()
     shapes.as_a_single_rank()
-    ranks = dict.fromkeys((name for name in outline_of(model).linears if name != "lm_head"), RANK)
-    room = adapters_installed(recipe, ranks) if with_adapters else nullcontext()
+    ranks = {recipe.engine_name(name): RANK for name in outline_of(model).linears if name != "lm_head"}
+    room = adapters_installed(recipe.linears, ranks) if with_adapters else nullcontext()
     with platform.ready(recipe), part.starting(platform, recipe), room:
         device, backends = torch.device(platform.name), platform.linear_backends(recipe)
         arguments |= pinned_gemm(backends, recipe, model, device, user, list, options.most, shared)

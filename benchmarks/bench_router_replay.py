@@ -73,7 +73,7 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
         rollouts = Rollouts(outputs, generation.accelerator.device)
         sequences = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
         replay = RouterReplay(generation.model)
-        routes, prompts = log.of(sequences), [0] * len(sequences)
+        routes, prompts = log.notes_on(sequences), [0] * len(sequences)
         field = padded_routes(replay, routes, prompts, prompt_columns=0, columns=rollouts.ids.shape[1])
         for flow in (False, True) if hook is not None else (False,):
             if flow:

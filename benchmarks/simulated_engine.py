@@ -90,14 +90,19 @@ class SimulatedEngine:
         spec: FormatSpec = FORMATS["blocks"],
         scale_format: ScaleFormat = "pow2",
         kv_scales: KVScales | None = None,
+        activations: ActivationScaling | None = None,
     ) -> None:
-        """Hold these linears in FP8, and all others in BF16; cache k and v under `kv_scales` (None: in BF16)."""
+        """Hold these linears in FP8, and all others in BF16; cache k and v under `kv_scales` (None: in BF16).
+
+        `activations` are an engine's; None: scales of the same kind as the weights'.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for name, module in self.linears.items():
             module.weight = nn.Parameter(self._high[name], requires_grad=False)
-        activations = ActivationScaling(scale_format if spec.weight_block else "fp32", FLOORED_SCALE_AMAX)
+        if activations is None:
+            activations = ActivationScaling(scale_format if spec.weight_block else "fp32", FLOORED_SCALE_AMAX)
         for names in self._fused(linears):
             codes = quantize_fused([self._high[name] for name in names], spec, scale_format)
             exact = scale_format == "pow2" and activations.scale_format == "pow2"

@@ -76,7 +76,7 @@ def cell(planner: Planner, gib: int, setup: Setup) -> str:
         return "-"
     words = [f"TP {found.ranks}"] if found.ranks > 1 else []
     words += ["BF16"] if found.setup.dtype == "bfloat16" and not has_base else []
-    words += [f"{found.utilization:g}", tokens(found.held_tokens)]
+    words += [f"{found.utilization:g}", tokens(found.cache_tokens)]
     words += ["only FP8"] if found.kv_tokens["bf16"] < found.setup.tokens else []
     return ", ".join(words)
 

@@ -14,7 +14,7 @@ from benchmarks.claims import names
 from benchmarks.claims.runs import SMALLEST_K3
 from benchmarks.claims.statements import NOT_RUN, arm
 
-from . import mismatch_tables
+from . import mismatch_tables, staleness_table
 
 
 ROOT = Path(__file__).parents[1]
@@ -29,8 +29,8 @@ MEASURED = """| what | result | on how much | file |
 VERDICTS = """{runs} runs ({hardware}), summarized at commit {commit}; `make claims` makes them and this table.
 Differences are means with 97.5 % intervals; k3 is compared by ratios.
 
-| | claim | verdict | test | seeds | p, adjusted |
-|---|---|---|---|---|---|
+| | claim | verdict | test | seeds | p, adjusted | further parts |
+|---|---|---|---|---|---|---|
 """
 DIAL = {
     "e4m3": "FP8 linears",
@@ -202,7 +202,8 @@ def verdicts(results: dict, facts: dict) -> str:
     """Return the six claims, each with its verdict and its test."""
     text = VERDICTS.format(**facts)
     for number, claim in results["claims"].items():
-        text += row(number, claim["claim"], *list(judged(claim))[:4])
+        parts = dict.fromkeys(f"{part['metric']} {part['state']}" for part in claim["parts"])
+        text += row(number, claim["claim"], *list(judged(claim))[:4], ", ".join(parts))
     return text
 
 
@@ -347,6 +348,8 @@ BLOCKS: dict[str, Callable[[dict, dict], str]] = {
     "bands": short_bands,
     "details": details,
     "anatomy": lambda results, facts: mismatch_tables.anatomy(stored("anatomy_cpu")),
+    "gradient": lambda results, facts: mismatch_tables.gradient(stored("gradient_cpu")),
+    "staleness": lambda results, facts: staleness_table.staleness(stored("staleness_cpu")),
 }
 
 

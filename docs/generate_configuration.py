@@ -47,7 +47,7 @@ The defaults are FP8 linears, an FP8 KV cache and token truncation at 2.
 | the model is new to you | `rollout_correction="monitor"` for a few steps |
 | memory is short, and adapters are enough | `fp8_base=True`: trainer and engine share an FP8 base ([LoRA](lora.md)) |
 | the model is Qwen2 or Qwen2.5, or a warning names outliers in k | `kv_cache_skip_layers="auto"` ([why](kv_cache.md#outliers-in-k)) |
-| it is a mixture of experts | `router_replay="rollout"` ([mixture of experts](moe.md)) |
+| it is a mixture of experts | `router_replay="rollout"` ([mixtures of experts](models.md#mixtures-of-experts)) |
 | one layer is sensitive | `fp8_ignored_modules=["model.layers.0.mlp.down_proj"]` |
 | you want no mismatch | `fp8_forward="one_forward"` ([one forward](how_it_works.md#one-forward)) |
 | you look for the part that causes it | `kv_cache_dtype="auto"`, `fp8_weights=False`, one at a time |
@@ -61,7 +61,7 @@ What a script imports, from the docstrings. The command line is in the [quicksta
 
 | | |
 |---|---|
-| `from trl_fp8 import ...` | [`FP8GRPOTrainer`][trl_fp8.trainer.FP8GRPOTrainer], [`FP8GRPOConfig`][trl_fp8.config.FP8GRPOConfig], [`FP8DistillationTrainer`][trl_fp8.trainers.distillation_trainer.FP8DistillationTrainer], [`FP8DistillationConfig`][trl_fp8.trainers.distillation_trainer.FP8DistillationConfig], [`FP8SDFTTrainer`][trl_fp8.trainers.sdft_trainer.FP8SDFTTrainer], [`FP8SDFTConfig`][trl_fp8.trainers.sdft_trainer.FP8SDFTConfig], [`FP8SDPOTrainer`][trl_fp8.trainers.sdpo_trainer.FP8SDPOTrainer], [`FP8SDPOConfig`][trl_fp8.trainers.sdpo_trainer.FP8SDPOConfig], [`FP8GMPOTrainer`][trl_fp8.trainers.gmpo_trainer.FP8GMPOTrainer], [`FP8GMPOConfig`][trl_fp8.trainers.gmpo_trainer.FP8GMPOConfig], [`FP8GOLDTrainer`][trl_fp8.trainers.gold_trainer.FP8GOLDTrainer], [`FP8GOLDConfig`][trl_fp8.trainers.gold_trainer.FP8GOLDConfig], [`FP8IWOPDTrainer`][trl_fp8.trainers.iw_opd_trainer.FP8IWOPDTrainer], [`FP8IWOPDConfig`][trl_fp8.trainers.iw_opd_trainer.FP8IWOPDConfig], [`FP8RLOOTrainer`][trl_fp8.trainers.rloo_trainer.FP8RLOOTrainer], [`FP8RLOOConfig`][trl_fp8.trainers.rloo_trainer.FP8RLOOConfig], [`FP8ProgressCallback`][trl_fp8.run.progress.FP8ProgressCallback], [`FP8Recipe`][trl_fp8.recipe.recipe.FP8Recipe], [`FP8Rollouts`][trl_fp8.rollouts.FP8Rollouts], [`SyncAuditCallback`][trl_fp8.engine.vllm.sync_audit.SyncAuditCallback] |
+| `from trl_fp8 import ...` | [`FP8GRPOTrainer`][trl_fp8.trainer.FP8GRPOTrainer], [`FP8GRPOConfig`][trl_fp8.config.FP8GRPOConfig], [`FP8AsyncGRPOTrainer`][trl_fp8.trainers.async_grpo_trainer.FP8AsyncGRPOTrainer], [`FP8AsyncGRPOConfig`][trl_fp8.trainers.async_grpo_trainer.FP8AsyncGRPOConfig], [`FP8DistillationTrainer`][trl_fp8.trainers.distillation_trainer.FP8DistillationTrainer], [`FP8DistillationConfig`][trl_fp8.trainers.distillation_trainer.FP8DistillationConfig], [`FP8SDFTTrainer`][trl_fp8.trainers.sdft_trainer.FP8SDFTTrainer], [`FP8SDFTConfig`][trl_fp8.trainers.sdft_trainer.FP8SDFTConfig], [`FP8SDPOTrainer`][trl_fp8.trainers.sdpo_trainer.FP8SDPOTrainer], [`FP8SDPOConfig`][trl_fp8.trainers.sdpo_trainer.FP8SDPOConfig], [`FP8GMPOTrainer`][trl_fp8.trainers.gmpo_trainer.FP8GMPOTrainer], [`FP8GMPOConfig`][trl_fp8.trainers.gmpo_trainer.FP8GMPOConfig], [`FP8GOLDTrainer`][trl_fp8.trainers.gold_trainer.FP8GOLDTrainer], [`FP8GOLDConfig`][trl_fp8.trainers.gold_trainer.FP8GOLDConfig], [`FP8IWOPDTrainer`][trl_fp8.trainers.iw_opd_trainer.FP8IWOPDTrainer], [`FP8IWOPDConfig`][trl_fp8.trainers.iw_opd_trainer.FP8IWOPDConfig], [`FP8RLOOTrainer`][trl_fp8.trainers.rloo_trainer.FP8RLOOTrainer], [`FP8RLOOConfig`][trl_fp8.trainers.rloo_trainer.FP8RLOOConfig], [`FP8ProgressCallback`][trl_fp8.run.progress.FP8ProgressCallback], [`FP8Recipe`][trl_fp8.recipe.recipe.FP8Recipe], [`FP8Rollouts`][trl_fp8.rollouts.FP8Rollouts], [`SyncAuditCallback`][trl_fp8.engine.vllm.sync_audit.SyncAuditCallback] |
 | `from trl_fp8.export.export import ...` | [`export_fp8`][trl_fp8.export.export.export_fp8] |
 | `from trl_fp8.export.file_checksums import ...` | [`verify_export`][trl_fp8.export.file_checksums.verify_export] |
 | `from trl_fp8.export.push import ...` | [`push_export`][trl_fp8.export.push.push_export] |
@@ -79,6 +79,14 @@ The names of the first row are the package's public ones. The others stand where
     options:
       inherited_members: true
       members: [recipe_for]
+
+::: trl_fp8.trainers.async_grpo_trainer.FP8AsyncGRPOTrainer
+    options:
+      members: false
+
+::: trl_fp8.trainers.async_grpo_trainer.FP8AsyncGRPOConfig
+    options:
+      members: false
 
 ::: trl_fp8.trainers.distillation_trainer.FP8DistillationTrainer
     options:

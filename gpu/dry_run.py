@@ -3,6 +3,7 @@
     pip install -e ".[cuda]"                    # Linux, x86-64; needs `cc`
     python -m gpu.dry_run                       # prints the tables of gpu/NOTES.md; minutes, 2 GB of memory
     python -m gpu.dry_run --capabilities 9.0 --layers 2 --json found.json
+    python -m gpu.dry_run --capabilities 9.0 10.0 12.0 --weight-format mxfp8
 
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
 shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, for each
@@ -41,6 +42,7 @@ from gpu.pretended_gpu import (
     process_weights,
 )
 from testing.published import CONFIGS
+from trl_fp8.quantization.formats import BLOCKS, FORMATS
 
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ SHARED = "triton::_rms_norm_kernel", "triton::matmul_kernel_persistent", "_C::ro
 NOT_SHARED = "_C::rms_norm", "_C::fused_add_rms_norm", "_vllm_fa3_C::get_scheduler_metadata"
 FLASH, UNQUANTIZED = "_vllm_fa3_C::fwd", "triton::matmul_kernel_persistent"
 TILE = "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps", "num_stages"
+MX_QUANTIZE = "vllm::mxfp8_quantize"  # always with powers of two
 SILU, FUSED_SILU, QUANTIZE = "_C::silu_and_mul", "_C::silu_and_mul_per_block_quant", "_C::per_token_group_fp8_quant"
 
 
@@ -101,6 +104,7 @@ class Found:
 
     Attributes:
         backend: Of linears, one of those that could be chosen.
+        weight_format: Value of the flag fp8_weight_format.
         refused: By whom and why; what follows is then what was found before.
         kernels: Of FP8 linears and experts -> number of layers.
         scales: Of activations, of linears and of experts: "fp32" or "pow2".
@@ -110,6 +114,7 @@ class Found:
         operations: Layer class -> `forward_cuda` (an operator of vLLM's) or `forward_native` (torch, compiled).
         not_held, never_sent: Names of the weight stream that the engine lacks, and the other way round.
         reshaped: Parameters that are not stored as they were loaded, and what was computed with them.
+        derived: Number of tensors that are computed from others after a sync, as vLLM does after a load.
         calls: Operator or Triton kernel -> the arguments that it was called with.
         not_followed: Steps that no machine without a GPU can take: they need values, or a kernel that wants a device.
         problems: What must not be, in a pinned engine.
@@ -119,6 +124,7 @@ class Found:
     capability: str
     choice: str
     backend: str | None = None
+    weight_format: str = BLOCKS.name
     refused: list[str] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     scales: list[str] = field(default_factory=list)
@@ -133,30 +139,32 @@ class Found:
     not_held: list[str] = field(default_factory=list)
     never_sent: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
+    derived: int = 0
     calls: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     not_followed: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-def look(capability: str, models: list[str], layers: int | None) -> list[dict]:
+def look(capability: str, models: list[str], layers: int | None, weight_format: str) -> list[dict]:
     """Everything about one GPU, in this process; of families the pinned engine, built and not called."""
     pretend(_pair(capability))
     found = []
     with tempfile.TemporaryDirectory() as folder:
         become_a_rank(Path(folder))
         policies = {model: policy_on_meta(Path(folder) / model, model, layers) for model in models}
-        candidates = {model: _candidates(policy) for model, policy in policies.items()}
+        recipes = {model: recipe_of(policy, weight_format) for model, policy in policies.items()}
+        candidates = {model: _candidates(policy, recipes[model]) for model, policy in policies.items()}
         for choice in (PINNED, OWN, FOLLOWED):  # the last one for good: vLLM asks its environment in every call
             for model, policy in policies.items():
                 if model in FAMILIES and choice != PINNED:
                     continue
                 kernels = [None] if choice == OWN else candidates[model]
                 if choice == FOLLOWED:  # Gemm.check refuses what changes with the batch
-                    kernels = [name for name in kernels if name != "flashinfer_cutlass"]
+                    kernels = [name for name in kernels if name != "flashinfer_cutlass"] or kernels
                 for backend in kernels[:1] if model in FAMILIES else kernels:
-                    found.append(Found(model, capability, choice, backend))
+                    found.append(Found(model, capability, choice, backend, weight_format))
                     with _prepared(choice, policy):
-                        _look_at(found[-1], policy)
+                        _look_at(found[-1], policy, recipes[model])
     found.sort(key=lambda each: (models.index(each.model), (PINNED, FOLLOWED, OWN).index(each.choice)))
     return [asdict(each) for each in found]
 
@@ -172,23 +180,29 @@ def _prepared(choice: str, policy: "PreTrainedModel") -> AbstractContextManager[
     return invariant_on_cuda() if shared else nullcontext()
 
 
-def _candidates(policy: "PreTrainedModel") -> list[str]:
-    """Kernels of linears that could be chosen: vLLM has them, and they pass what needs no values of the check."""
+def _candidates(policy: "PreTrainedModel", recipe: "FP8Recipe") -> list[str]:
+    """Return the kernels of linears that could be chosen, or the first one if none can: its row then says why.
+
+    vLLM has them, and they pass what needs no values of the check.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from trl_fp8.engine.vllm.gemms import CHECKED, CHECKED_ROWS, Gemm
-    from trl_fp8.engine.vllm.numerics import why_linear_unverifiable
+    from trl_fp8.engine.vllm.numerics import keep_untiled_scale, why_linear_unverifiable
     from trl_fp8.engine.vllm.platform import platform_of
 
-    device, recipe = torch.device("cuda"), recipe_of(policy)
-    candidates = [] if recipe.fp8_modules else ["auto"]
-    for name in platform_of(device).linear_backends(recipe) if recipe.fp8_modules else ():
+    if not recipe.fp8_modules:
+        return ["auto"]
+    device = torch.device("cuda")
+    names, candidates = platform_of(device).linear_backends(recipe), []
+    for name in names:
         gemm = Gemm(name, recipe.format, recipe.scale_format, device, policy.config)
         try:
             with FakeTensorMode(), calls_recorded():
                 kernel, layer = gemm.kernel_and_layer(CHECKED)
                 kernel.process_weights_after_loading(layer)
+                keep_untiled_scale(kernel, layer)
                 reason = why_linear_unverifiable(kernel, layer)
                 for rows in [] if reason else CHECKED_ROWS:
                     kernel.apply_weights(layer, torch.empty(rows, CHECKED[1], dtype=torch.bfloat16, device=device))
@@ -196,7 +210,7 @@ def _candidates(policy: "PreTrainedModel") -> list[str]:
             reason = str(error)
         candidates += [] if reason else [name]
         print(f"{name}: {reason or 'can be chosen'}", file=sys.stderr)
-    return candidates
+    return candidates or [names[0]]
 
 
 def _pair(capability: str) -> tuple[int, int]:
@@ -224,27 +238,27 @@ def policy_on_meta(folder: Path, model: str, layers: int | None) -> "PreTrainedM
     return policy
 
 
-def recipe_of(policy: "PreTrainedModel") -> "FP8Recipe":
-    """All that can be FP8 in blocks; where no linear is a multiple of one, the KV cache."""
+def recipe_of(policy: "PreTrainedModel", weight_format: str = BLOCKS.name) -> "FP8Recipe":
+    """All that can be FP8 in this format; where no linear is a multiple of its blocks, the KV cache."""
     from trl_fp8.recipe.recipe import recipe_for_model
 
     try:
-        return recipe_for_model(policy)
+        return recipe_for_model(policy, weight_format=weight_format)
     except ValueError:
         return recipe_for_model(policy, fp8_weights=False)
 
 
-def _look_at(found: Found, policy: "PreTrainedModel") -> None:
+def _look_at(found: Found, policy: "PreTrainedModel", recipe: "FP8Recipe") -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from trl_fp8.engine.vllm.numerics import keep_untiled_scales
     from trl_fp8.features.one_forward.engine_invariance import CUDA, require_invariant_routers
     from trl_fp8.upstream.vllm import forget_choices
 
-    recipe = recipe_of(policy)
     try:
         config = _configured(found, policy, recipe)
     except ValueError as refusal:
@@ -263,6 +277,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
         ):
             engine = initialize_model(vllm_config=config, model_config=config.model_config)
             found.reshaped = process_weights(engine)
+            keep_untiled_scales(engine)
             _note_kernels(found, config, engine, policy)
             if found.choice == FOLLOWED:
                 require_invariant_routers(engine)
@@ -361,10 +376,13 @@ def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedM
     sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
     found.held = len(layout.pieces)
     found.not_held = sorted(sent - set(layout.pieces))
-    found.never_sent = sorted(set(layout.pieces) - sent - {piece.name for piece in layout.derived})
+    derived = {piece.name for piece in layout.derived}
+    found.derived = len(derived)
+    found.never_sent = sorted(set(layout.pieces) - sent - derived)
     found.problems += [f"sent, not held: {name}" for name in found.not_held]
     found.problems += [f"held, never sent: {name}" for name in found.never_sent]
-    found.problems += [f"not as it was loaded: {name}" for name in found.reshaped]
+    reshaped = [name for name in found.reshaped if f"{name} in tiles" not in derived]
+    found.problems += [f"not as it was loaded: {name}" for name in reshaped]
     found.problems += found.refused
     if not found.problems:
         require_same_tensors(policy, recipe, layout)
@@ -455,6 +473,7 @@ def _contradictions(found: Found) -> list[str]:
     if found.not_followed:
         return wrong
     scaled = {call["scale_ue8m0"] for call in found.calls.get(QUANTIZE, [])}
+    scaled |= {"True"} if MX_QUANTIZE in found.calls else set()
     if scaled != {str(scale == "pow2") for scale in found.scales}:
         wrong.append(f"activations are quantized with scale_ue8m0={sorted(scaled)}, numerics.py says {found.scales}")
     if (FUSED_SILU in found.calls) != found.unrounded:
@@ -539,7 +558,8 @@ def _verdict(each: dict) -> str:
     answered = f"{len(each['calls']) - triton} operators answer"
     compiled = f", {triton} Triton kernels compile" if triton else ""
     missing = f"; not followed: {', '.join(each['not_followed'])}" if each["not_followed"] else ""
-    return f"auditable; {each['held']} tensors sent and held; {answered}{compiled}{missing}"
+    derived = f", {each['derived']} of them computed from others" if each["derived"] else ""
+    return f"auditable; {each['held']} tensors sent and held{derived}; {answered}{compiled}{missing}"
 
 
 def _first(problems: list[str]) -> str:
@@ -569,7 +589,9 @@ def versions() -> str:
     return ", ".join(f"{name} {version(name)}" for name in names) + (f", commit {commit}" if commit else "")
 
 
-def look_in_processes(capabilities: list[str], models: list[str], layers: int | None) -> list[dict]:
+def look_in_processes(
+    capabilities: list[str], models: list[str], layers: int | None, weight_format: str
+) -> list[dict]:
     """One process for each GPU: what vLLM finds out about it on import stays for good."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -581,6 +603,7 @@ def look_in_processes(capabilities: list[str], models: list[str], layers: int | 
             path = Path(folder) / f"{capability}.json"
             command = [sys.executable, "-m", "gpu.dry_run", "--look", capability, "--json", str(path)]
             command += ["--models", *models, *(["--layers", str(layers)] if layers else [])]
+            command += ["--weight-format", weight_format]
             subprocess.run(command, cwd=ROOT, env=environment, check=True)
             found += json.loads(path.read_text())
     return found
@@ -595,13 +618,17 @@ def main() -> int:
     shapes = list(SHAPES | FAMILIES)
     parser.add_argument("--models", nargs="+", choices=shapes, default=list(SHAPES), help="of " + ", ".join(shapes))
     parser.add_argument("--layers", type=int, help="fewer layers than published (at least 2), for a quick look")
+    parser.add_argument(
+        "--weight-format", choices=list(FORMATS), default=BLOCKS.name, help="value of the flag fp8_weight_format"
+    )
     parser.add_argument("--json", type=Path, help="file for everything that was found")
     parser.add_argument("--look", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    options = arguments.models, arguments.layers, arguments.weight_format
     if arguments.look:
-        found = look(arguments.look, arguments.models, arguments.layers)
+        found = look(arguments.look, *options)
     else:
-        found = look_in_processes(arguments.capabilities, arguments.models, arguments.layers)
+        found = look_in_processes(arguments.capabilities, *options)
         print(f"{versions()}\n\n{tables(found)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))

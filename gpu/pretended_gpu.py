@@ -17,6 +17,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ GPUS = {  # compute capability -> one that has it
     (12, 0): GPU("NVIDIA RTX PRO 6000 Blackwell Server Edition", 96, 188, 99),
 }
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
+OVER_FLASHINFER = "mxfp8_quantize", "mm_mxfp8"  # vLLM's operators over functions of FlashInfer that are no operators
 # What torch's and vLLM's libraries want to find when they are loaded; the rest they look up when a device is used
 SYMBOLS = (
     *("cuCtxGetCurrent", "cuCtxSetCurrent", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain", "cuGetErrorString"),
@@ -187,9 +189,9 @@ def _complete_deep_gemm(capability: tuple[int, int]) -> None:
 
 
 def _complete_flashinfer(capability: tuple[int, int]) -> None:
-    """What FlashInfer's GEMM for small batches would check, without the module that it compiles first."""
+    """What FlashInfer's quantizer and GEMMs would check, without the modules that they compile first."""
     import torch
-    from vllm.model_executor.kernels.linear.scaled_mm import flashinfer
+    from vllm.model_executor.kernels.linear.scaled_mm import flashinfer as vllm_flashinfer
 
     def gemm(input, weight, weight_scale, out_dtype):
         (rows, columns), count = input.shape, len(weight)
@@ -198,7 +200,26 @@ def _complete_flashinfer(capability: tuple[int, int]) -> None:
         assert weight_scale.shape == (-(-count // 128), columns // 128) and weight_scale.dtype == torch.float32
         return input.new_empty(rows, count)
 
-    flashinfer.flashinfer_fp8_blockscale_gemm = gemm
+    def mx_quantize(input, is_sf_swizzled_layout, alignment, backend):
+        """Codes and scales as `mxfp8_quantize_cute_dsl` allocates them."""
+        (rows, columns), tiled = input.shape, is_sf_swizzled_layout
+        assert backend == "cute-dsl" and input.dtype == torch.bfloat16 and columns % alignment == 0
+        count = -(-rows // 128) * 128 * (-(-columns // 128) * 4) if tiled else rows * (columns // 32)
+        return torch.empty_like(input, dtype=torch.float8_e4m3fn), input.new_empty(count, dtype=torch.uint8)
+
+    def mx_gemm(a, b, a_scale, b_scale, out, out_dtype, backend, use_8x4_sf_layout):
+        """FlashInfer's own checks of its CUTLASS kernel."""
+        tensors, options = (a, b, a_scale, b_scale), (None, out_dtype, use_8x4_sf_layout, backend)
+        gemm_base._check_mm_mxfp8_problem_size(*tensors, *options)
+        assert backend == "cutlass" and gemm_base._cutlass_gemm_mxfp8_requirement(*tensors, *options)
+        return a.new_empty(len(a), b.shape[1], dtype=out_dtype)
+
+    vllm_flashinfer.flashinfer_fp8_blockscale_gemm = gemm
+    if find_spec("flashinfer"):  # a bundle (make_bundle.sh) has none
+        import flashinfer
+        from flashinfer.gemm import gemm_base
+
+        flashinfer.mxfp8_quantize, flashinfer.mm_mxfp8 = mx_quantize, mx_gemm
 
 
 def become_a_rank(folder: Path) -> None:
@@ -309,13 +330,18 @@ def calls_recorded() -> Iterator[list[tuple[str, dict[str, str]]]]:
             kwargs = kwargs or {}
             cuda = torch._C.DispatchKey.CUDA
             if operator.namespace == "vllm" and operator.has_kernel_for_dispatch_key(cuda):
+                if operator._opname in OVER_FLASHINFER:
+                    calls.append(described(operator, args, kwargs))
                 with self:
                     return operator._op_dk(cuda, *args, **kwargs)
             result = operator(*args, **kwargs)
             if operator.namespace not in ("aten", "prim", "prims"):
-                names = [argument.name for argument in operator._schema.arguments]
-                calls.append((f"{operator.namespace}::{operator._opname}", _described(names, args, kwargs)))
+                calls.append(described(operator, args, kwargs))
             return result
+
+    def described(operator, args, kwargs):
+        names = [argument.name for argument in operator._schema.arguments]
+        return f"{operator.namespace}::{operator._opname}", _described(names, args, kwargs)
 
     run = JITFunction.run
 

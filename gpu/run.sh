@@ -179,7 +179,8 @@ case $stage in
   7) engine_bench step 560 --size "${SIZE:-qwen3_1_7b}" "$@" ;;
   8)
     gpu_tests "not experts and not routes" 560 tests/quantization tests/features/one_forward/test_gemm.py tests/engine/test_gpu.py \
-      tests/engine/test_server.py tests/engine_vllm_server/test_gpu.py
+      tests/engine/test_server.py tests/engine_vllm_server/test_gpu.py \
+      tests/engine_vllm_server/test_weight_patches.py
     ;;
   9) gpu_tests "experts or routes" 560 tests/engine/test_gpu.py tests/engine/test_server.py ;;
   10) demo ;;

@@ -90,7 +90,7 @@ class FakeEngine:
         return lambda x: self.held.get_submodule(module)(x.float()).to(torch.bfloat16)
 
     def activation(self, mlp: str):
-        return lambda gate_up: self.definition(mlp, gate_up.float()).to(torch.bfloat16)
+        return lambda gate_up: self.reference_activation(mlp, gate_up.float()).to(torch.bfloat16)
 
     def rotary(self, layer: int):
         rotary = self.held.get_decoder().rotary_emb
@@ -109,7 +109,7 @@ class FakeEngine:
         cos, sin = rotary(torch.zeros(()), positions[None])
         return cos[0].chunk(2, -1)[0], sin[0].chunk(2, -1)[0]
 
-    def definition(self, mlp: str, gate_up: Tensor):
+    def reference_activation(self, mlp: str, gate_up: Tensor):
         gate, up = gate_up.chunk(2, -1)
         return self.held.get_submodule(mlp).act_fn(gate) * up
 

@@ -23,7 +23,7 @@ from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.records import CarriedValue, SyncReport, Tensors
+from trl_fp8.sync.records import CarriedValue, Occasion, SyncReport, Tensors
 
 
 class CopyingDelivery:
@@ -141,7 +141,7 @@ class FakeRolloutEngine:
     def audit_failures(self) -> int:
         return self.delivery.failures
 
-    def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
+    def begin(self, occasion: Occasion, keep_weights: bool) -> None:
         self.calls.append("begin")
         self._generator.manual_seed(2 * occasion[0] + occasion[1])  # a resumed run draws what the whole one drew
 

@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from huggingface_hub import constants, hf_api
 from pytest import MonkeyPatch
+from transformers.utils import hub
 
 
 class HubStandIn:
@@ -40,6 +41,8 @@ class HubStandIn:
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(hf_api.api, "endpoint", self.endpoint)
+        # transformers 5.18 and newer make a client of their own, at its first use
+        monkeypatch.setattr(hub, "_hf_api", None, raising=False)
 
     def __exit__(self, *error):
         self.server.shutdown()

@@ -41,7 +41,7 @@ def follow(linear: nn.Linear, backward: BackwardPrecision) -> FakeLinear:
         "engine": engine,
         "columns": slice(0, linear.out_features),
         "fused": FusedCall(lambda x: engine(tokens_of(x)), 1),
-        "along_tokens": FusedCall(lambda x: backward.quantize_for_backward(tokens_of(x).t()), 1),
+        "x_t_codes": FusedCall(lambda x: backward.quantize_for_backward(tokens_of(x).t()), 1),
     }
     swap(linear, FollowedLinear, **attributes)
     return engine

@@ -68,8 +68,11 @@ def _provenance(n: int) -> dict:
 
 
 def _relative(word: str) -> str:
+    """Return a path in this folder as seen from it, and of one elsewhere its name: a host's folders say nothing."""
     path = Path(word).resolve()
-    return str(path.relative_to(Path.cwd())) if path.exists() and path.is_relative_to(Path.cwd()) else word
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd())) if path.exists() else word
+    return path.name if Path(word).is_absolute() else word
 
 
 def commit() -> str:

@@ -10,7 +10,7 @@ from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.features.one_forward.followed_head import followed_head
 from trl_fp8.features.one_forward.followed_linear import BackwardPrecision
 from trl_fp8.features.one_forward.one_forward import OneForward
-from trl_fp8.features.one_forward.witness import Witness
+from trl_fp8.features.one_forward.same_model import Witness
 from trl_fp8.features.router_replay.replay import RouterReplay
 from trl_fp8.policy.hook import hook_of
 from trl_fp8.quantization.codec.kv_scales import kv_scales_from_amax

@@ -1,6 +1,8 @@
 """The trainer's half of syncs to a server, with the engine and the delivery that a trainer has."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -38,16 +40,43 @@ class SomeScales:
 
 
 class StagedTrainer:
-    """A policy, perturbed by `seed`, and what brings it to a server."""
+    """A policy, perturbed by `seed`, and what brings it to a server, through the server's folder or another one."""
 
-    def __init__(self, server: ForkedServer, seed: int, **recipe_flags):
+    def __init__(
+        self, server: ForkedServer, seed: int, folder: str | None = None, transport: str = "auto", **recipe_flags
+    ):
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32)
         perturb(self.model, seed)
         self.recipe = recipe_for_model(self.model, **recipe_flags)
         self.control = server.control()
-        self.engine = StagedEngine(self.control, self.model, self.recipe, server.folder, patience=20)
+        folder = folder or server.folder
+        self.engine = StagedEngine([self.control], self.model, self.recipe, folder, patience=20, transport=transport)
+        [self.server] = self.engine.servers
         self.scales = SomeScales(self.engine.kv_scales(), self.model.config.num_hidden_layers, seed)
         self.delivery = InPlaceDelivery(self.engine, self.model, self.recipe, carried=self.scales)
 
+    @torch.no_grad()
+    def step(self, size: float = 1e-5) -> None:
+        """Change each weight by at most `size`, as an optimizer step does."""
+        for parameter in self.model.parameters():
+            parameter.add_(torch.empty_like(parameter).uniform_(-size, size))
+
+    def push(self) -> None:
+        """Send all that is in the file, which it has to have since a sync, in an update that has begun."""
+        push = self.engine.next_push()
+        with self.server.sent(push) as sent:
+            self.server.push(push, sent)
+
     def sync(self) -> SyncReport:
         return self.delivery.deliver(lambda: nullcontext(self.model.named_parameters()))
+
+
+def with_changed_patch(change: Callable[[bytes], bytes]) -> Callable[[dict], list[dict]]:
+    """Return a function that changes the bytes of an update's patch, and returns the update in a list."""
+
+    def changed(update: dict) -> list[dict]:
+        path = Path(update["patch"]["file"])
+        path.write_bytes(change(path.read_bytes()))
+        return [update]
+
+    return changed

@@ -16,6 +16,7 @@ import tarfile
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -230,3 +231,25 @@ def test_parts_may_come_one_at_a_time(sent):
     (site / "of_an_older_bundle").touch()
     done, left = take(folder, site)
     assert done.returncode == 0 and left == ["site"] and not (site / "of_an_older_bundle").exists()
+
+
+@pytest.mark.parametrize("train, sync, pause", [(500, 60, 40), (2000, 60, 40), (500, 0, 0)])
+def test_simulated_overlap_takes_what_the_formula_says_for_completions_of_one_length(train, sync, pause):
+    from benchmarks.bench_overlap import Case, asynchronous, rollout_time
+    from trl_fp8.planning.overlap import StepTimes
+
+    case = Case(train, sync, pause, staleness=2, prefill=float("inf"))
+    lengths = np.full((4000, 8), 1000.0)
+    times = StepTimes(rollout_time(case, lengths[:8].flatten()), train, sync, pause)
+    assert times.rollout == 1000
+    assert asynchronous(case, lengths)["step"] == pytest.approx(times.asynchronous, rel=0.01)
+
+
+def test_simulated_rollouts_are_no_older_than_the_bound_and_long_ones_are_dropped_more_often():
+    from benchmarks.bench_overlap import simulated
+
+    found = {bound: simulated(2.0, bound, tail=1.0, load=1.0, seed=0) for bound in (1, 4)}
+    assert all(0 < each["age"] <= bound for bound, each in found.items())
+    assert found[1]["speedup"] < found[4]["speedup"] and found[1]["dropped"] > found[4]["dropped"] > 0
+    assert found[1]["trained_length"] < 0.95
+    assert simulated(2.0, 1, tail=0.0, load=1.0, seed=0)["trained_length"] == 1

@@ -107,6 +107,11 @@ def test_what_deserves_a_look_is_named_with_its_flag(tmp_path, capsys):
     assert "router_replay='monitor'" in found["qwen2_moe"] and "router_replay" not in found["qwen2"]
     assert "model.layers.0.mlp.gate_proj" in found["llama"] and "No flag helps" in found["llama"]
     assert "not tested" not in found["gemma2"] + found["llama"]
+    tiny_models.config("qwen3", attention_bias=True).save_pretrained(tmp_path / "normalized")
+    assert not any("biases in q, k, v" in risk for risk in plan_of(capsys, str(tmp_path / "normalized"))["risks"])
+    mxfp8 = " ".join(plan_of(capsys, str(tmp_path / "llama"), "--weight-format", "mxfp8")["risks"])
+    assert "start with compute capability 10.0, where they have never run" in mxfp8
+    assert "never run" not in found["llama"]
     stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     fp8 = folder_of("Qwen/Qwen3-8B", tmp_path / "fp8", quantization_config=stored)
     assert "the checkpoint itself is quantized (fp8)" in plan_of(capsys, fp8)["risks"][0]
@@ -160,7 +165,8 @@ def test_what_the_trainer_refuses_of_a_model_is_refused(name, changes, words, sa
     [
         (None, "has no config.json. Give the folder"),
         ('{"model_type":', "is not a valid JSON file"),
-        ("[1, 2]", "its config.json is no JSON of a model"),
+        ("[1, 2]", "config.json"),  # in words of transformers' own from 5.19 on
+        ("[" * 9999, "its config.json is no JSON of a model"),
         ('{"model_type": 3}', "model type `3`"),
         ("{}", "Should have a `model_type` key in its config.json"),
         ('{"model_type": "t5"}', "transformers makes no causal language model of"),
@@ -186,7 +192,7 @@ def test_what_is_no_model_is_said_in_a_line(content, said, tmp_path, capsys):
         (["--gpu-memory", "-80"], "--gpu-memory -80.0: give a number from 1 to 4,096"),
         (["--gpus", "-1"], "--gpus -1: give a number from 1 to 1,048,576"),
         (["--lora", "0"], "--lora 0: give"),
-        (["--context", "50000"], "max_position_embeddings=40960: engine and policy do not turn q and k of longer"),
+        (["--context", "50000"], "max_position_embeddings=40960: engine and policy turn q and k of longer"),
         (["--config", "missing.yaml"], "--config missing.yaml: there is no such file"),
         (["--gpus", "two"], "--gpus: invalid int value: 'two'"),
         (["--gpu-memory", "much"], "--gpu-memory: invalid float value: 'much'"),

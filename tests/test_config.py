@@ -103,6 +103,7 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
         ({"fp8_scale_format": "ue8m0"}, ["fp8_scale_format='ue8m0'", "'pow2'"]),
         ({"kv_scale_margin": 0.9}, ["kv_scale_margin=0.9", "would not fit", "1.05"]),
         ({"kv_scale_margin": float("nan")}, ["kv_scale_margin=nan"]),
+        ({"kv_scale_margin": float("inf")}, ["kv_scale_margin=inf", "not a finite number"]),
         ({"kv_calibration_tokens": 0}, ["kv_calibration_tokens=0", "8192"]),
         ({"kv_calibration": "none"}, ["kv_calibration='none'", "no default scale", "'rollout', 'policy'"]),
         ({"kv_cache_skip_layers": ["first"]}, ["kv_cache_skip_layers=['first']", "'auto'", "[0, 27]"]),
@@ -110,13 +111,16 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
             {"kv_cache_skip_layers": [1], "simulate_kv_cache": True, "kv_cache_dtype": "auto"},
             ["simulate_kv_cache=True", "kv_cache_skip_layers=['1']", "kv_cache_dtype='auto'"],
         ),
-        (
-            {"fp8_forward": "one_forward", "simulate_kv_cache": False},
-            [
-                "simulate_kv_cache=False with fp8_forward='one_forward'",
-                "Remove simulate_kv_cache",
-                "fp8_forward='off'",
-            ],
+        *(
+            (
+                {"fp8_forward": "one_forward", "simulate_kv_cache": False, "kv_cache_dtype": dtype},
+                [
+                    "simulate_kv_cache=False with fp8_forward='one_forward'",
+                    "Remove simulate_kv_cache",
+                    "fp8_forward='off'",
+                ],
+            )
+            for dtype in ("fp8", "fp8_e4m3")
         ),
         (
             {"fp8_forward": "one_forward", "vllm_tensor_parallel_size": 2},
@@ -134,7 +138,7 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
         ({"vllm_engine_kwargs": {"enable_return_routed_experts": True}}, ["enable_return_routed_experts"]),
         (
             {"fp8_forward": "one_forward", "torch_compile_mode": "default"},
-            ["torch_compile=True with fp8_forward='one_forward'"],
+            ["torch_compile_mode='default' with fp8_forward='one_forward'", "Remove torch_compile_mode"],
         ),
         ({"vllm_engine_kwargs": {"enable_lora": True}}, ["enable_lora=True", "fp8_base=True"]),
         ({"vllm_engine_kwargs": {"enable_expert_parallel": True}}, ["enable_expert_parallel=True", "tensor_parallel"]),
@@ -161,9 +165,16 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
             ["vllm_engine_kwargs={'enforce_eager': True}", "vllm_mode='server'", "trl-fp8 serve"],
         ),
         (
-            {"vllm_mode": "server", "fp8_forward": "one_forward", "fp8_base": True, "vllm_enable_sleep_mode": True},
-            ["fp8_forward='one_forward'", "fp8_base=True", "vllm_enable_sleep_mode=True", "trainer's process"],
+            {"vllm_mode": "server", "vllm_enable_sleep_mode": True},
+            ["vllm_enable_sleep_mode=True", "trainer's process"],
         ),
+        (
+            {"vllm_mode": "server", "vllm_server_base_url": "http://a,http://b", "fp8_forward": "one_forward"},
+            ["vllm_server_base_url='http://a,http://b' with fp8_forward='one_forward'", "fp8_forward='off'"],
+        ),
+        ({"vllm_server_transport": "nccl"}, ["vllm_server_transport='nccl'", "one of auto, broadcast, cuda_ipc"]),
+        ({"vllm_server_transport": "broadcast"}, ["vllm_server_transport='broadcast'", "vllm_mode='colocate'"]),
+        ({"vllm_server_transport": "broadcast", "vllm_mode": "server"} | OFF, ["fp8_weights=False", "something FP8"]),
         ({"vllm_mode": "server", "router_replay": "rollout"}, ["router_replay='rollout'", "vllm_mode='colocate'"]),
         ({"vllm_mode": "server", "top_p": 0.9}, ["top_p=0.9 with", "renormalized", "vllm_mode='colocate'"]),
         ({"vllm_model_impl": "transformers"}, ["vllm_model_impl='transformers'", "Set vllm_model_impl='vllm'"]),
@@ -233,7 +244,7 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
             {"fp8_forward": "one_forward", "fp8_weights": False},
             [
                 "fp8_forward='one_forward' with fp8_weights=False",
-                "add mismatch",
+                "no FP8 forward to share",
                 "Set fp8_weights=True",
                 "fp8_forward='off'",
             ],
@@ -312,6 +323,7 @@ def test_the_old_name_of_one_forward_is_taken_with_a_note_of_the_first_rank(capl
         {"vllm_engine_kwargs": {"enforce_eager": True, "logits_processors": [], "speculative_config": None}},
         {"vllm_engine_kwargs": {"spec_method": "ngram"}, "vllm_importance_sampling_correction": False},
         {"temperature": 0.01},
+        {"kv_calibration_tokens": 0, "kv_cache_dtype": "auto"},
         {"temperature": 0.001, "vllm_importance_sampling_correction": False},
         {"fp8_forward": "one_forward", "fp8_forward_check": "warn"},
         {"fp8_forward": "one_forward", "fp8_backward": "fp8", "fp8_gemm_backend": "scaled_mm"},
@@ -350,6 +362,7 @@ def test_skipped_layers_come_in_every_form_a_command_line_or_yaml_gives(given, n
         {"rollout_correction": "monitor"},
         {"rollout_correction": {"level": "token", "reject": ["token_ratio:0.5:2.0"]}, "use_vllm": True, **OFF},
         {"fp8_forward": "one_forward", "num_generations": 4},
+        {"fp8_forward": "one_forward", "kv_cache_dtype": "auto"},
         {"kv_cache_skip_layers": [0], "vllm_importance_sampling_clip_max": 5.0},
         OFF,
     ],

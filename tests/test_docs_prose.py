@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MOST_PAGES, MOST_WORDS = 19, 28_000
+MOST_PAGES, MOST_WORDS = 18, 28_000
 WORDS_IN_A_SENTENCE = 15  # on average; the pages have 9 to 14
 # phrase -> what to write
 OVERUSED = {

@@ -51,26 +51,31 @@ def test_accuracies_of_the_demo(label, name, arm):
 
 
 @pytest.mark.parametrize(
-    "name, arms, pages",
+    "label, weights", [("SmolLM2-135M, 30 layers", "SmolLM2"), ("Qwen3, 24 random layers", "random")]
+)
+def test_mismatch_of_the_weight_formats(label, weights):
+    rows = {row["policy"]: row for row in results_of("depth_formats")["rows"] if row["weights"].startswith(weights)}
+    cells = []
+    for weight_format in ("blocks", "tensor", "mxfp8"):
+        row = rows[f"fp8 {weight_format}"]
+        assert (row["seeds"], row["tokens"]) == (3, 468)
+        cells.append(median_and_range(row["mismatch"] | {"median": row["mismatch_mean"]}, ".2f"))
+    assert f"| mismatch, {label} | {' | '.join(cells)} |" in text_of("docs/how_it_works.md")
+
+
+@pytest.mark.parametrize(
+    "name, arms",
     [
-        ("demo", ("fp8_linears_kv", "bf16"), ["docs/quickstart.md", "README.md"]),
-        ("demo_avx512", ("fp8_linears_kv", "bf16"), ["docs/quickstart.md"]),
-        ("demo_lora", ("shared", "merged"), ["docs/quickstart.md"]),
+        ("demo", ("fp8_linears_kv", "bf16")),
+        ("demo_avx512", ("fp8_linears_kv", "bf16")),
+        ("demo_lora", ("shared", "merged")),
     ],
 )
-def test_differences_of_accuracy_seed_by_seed(name, arms, pages):
+def test_differences_of_accuracy_seed_by_seed(name, arms):
     ends = [results_of(name)[arm]["reward_end_per_seed"] for arm in arms]
     found = interval([one - other for one, other in zip(*ends, strict=True)])
     stated = "{mean:.3f}{}95 % CI {low:.3f} to {high:.3f}"
-    for page in pages:
-        assert any(stated.format(joint, **found) in text_of(page) for joint in (" (", ", ")), page
-
-
-def test_readme_says_how_far_the_demo_goes():
-    found = [results_of("demo_avx512")[arm] for arm in ("bf16", "fp8_linears_kv")]
-    starts, ends = ({f"{row[key]['median']:.2f}" for row in found} for key in ("reward_start", "reward_end"))
-    assert len(starts) == len(ends) == 1  # both precisions, to two digits
-    assert f"from an accuracy of {starts.pop()} to {ends.pop()} with" in text_of("README.md")
+    assert any(stated.format(joint, **found) in text_of("docs/quickstart.md") for joint in (" (", ", "))
 
 
 def test_readmes_picture_is_of_the_stored_runs(tmp_path):
@@ -98,6 +103,9 @@ def test_claims_that_pages_repeat():
     linears, (one_forward,) = claims["1"]["test"], [part for part in claims["5"]["parts"] if part["metric"] == "area"]
     assert f"FP8 linears change mean accuracy by {stated.format(**linears)}" in text_of("README.md")
     assert f"against BF16 rollouts by {stated.format(**one_forward)}" in text_of("docs/how_it_works.md")
+    bf16, linears = (part["value"] for part in claims["3"]["parts"])
+    of_experts = f"k3 is {bf16:.1f} times the dense policy's with BF16 rollouts, {linears:.1f} times with FP8 linears"
+    assert of_experts in text_of("docs/evidence.md") and claims["3"]["test"]["high"] < 0.03
 
 
 def test_the_mismatch_of_a_deep_model():
@@ -137,7 +145,34 @@ def test_healthy_runs_are_silent_and_planted_faults_are_not():
     assert "SmolLM2-135M" in real["policy"] and real["explained_k3"] == real["k3"]
     assert f"FP8 explains all of SmolLM2-135M's k3, {real['k3']:.3f} in this one generation" in page
     faults = [(row["fault"], row["seed"]) for row in rows if row["fault"] is not None and row["warned"]]
-    assert len(faults) == len(set(faults)) == 7 * 3 and "Seven planted faults, 3 seeds each" in page
+    assert len(faults) == len(set(faults)) == 12 * 3 and "Twelve planted faults, 3 seeds each" in page
+    scoring = [row["scoring_k3"] > 1e-6 for row in rows if row["fault"] is not None]
+    assert sum(scoring) == 2 * 3 and not any(row["scoring_k3"] and row["unexplained_k3"] for row in rows)
+    cost = results_of("health")["costs"][0]
+    low, median, high = (f"{100 * cost['share'][key]:.1f}" for key in ("min", "median", "max"))
+    assert f"{median} % of their CPU time (range {low} to {high} %, {cost['pairs']} pairs of steps" in page
+    assert f"the first {cost['layers']} layers of SmolLM2-135M" in page
+
+
+def test_the_size_of_a_patch_and_the_pause_with_it():
+    cells, page = results_of("server")["cells"], text_of("docs/servers.md")
+    slow, fast = (cells[f"smollm2 {rate}"]["results"] for rate in ("1e-06", "1e-05"))
+    patch, whole = (slow["pause_seconds"][kind]["median"] for kind in ("patch", "whole"))
+    first, second = (f"{found['patch_over_whole']['median']:.1%}".replace("%", " %") for found in (slow, fast))
+    stated = f"{first} of the bytes after a step at a learning rate of 1e-6, and the pause is {patch:.2f} s"
+    assert f"{stated} instead of {whole:.2f} s; at 1e-5 it has {second}" in page
+    assert {cell["n"] for name, cell in cells.items() if name.startswith("smollm2")} == {2}
+    equal = cells.pop("equal")["results"]
+    assert equal["rows_rollouts_and_weights_equal"] and (equal["steps"], equal["servers"]) == (50, 2)
+    assert all(cell["results"]["audit_failures"] == 0 for cell in cells.values())
+
+
+def test_the_pause_beside_trls_own_weights():
+    tiny, large = results_of("trl_weights")["rows"]
+    stated = "{median:.2f} (range {min:.2f} to {max:.2f}) times"
+    page = text_of("docs/servers.md")
+    assert f"pause was {stated.format(**large['pause_over_trl'])} as long" in page
+    assert f"and {stated.format(**tiny['pause_over_trl'])} for a tiny model" in page
 
 
 def test_the_step_time_of_one_forward():
@@ -171,7 +206,7 @@ def test_what_calibration_costs():
 
 
 def test_the_table_of_router_replay():
-    page = text_of("docs/moe.md")
+    page = text_of("docs/models.md")
     labels = {
         "BF16": "bf16",
         "FP8 linears and KV cache": "fp8_linears_kv",

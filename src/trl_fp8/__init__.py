@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .rollouts import FP8Rollouts
     from .run.progress import FP8ProgressCallback
     from .trainer import FP8GRPOTrainer
+    from .trainers.async_grpo_trainer import FP8AsyncGRPOConfig, FP8AsyncGRPOTrainer
     from .trainers.distillation_trainer import FP8DistillationConfig, FP8DistillationTrainer
     from .trainers.gmpo_trainer import FP8GMPOConfig, FP8GMPOTrainer
     from .trainers.gold_trainer import FP8GOLDConfig, FP8GOLDTrainer
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .trainers.sdpo_trainer import FP8SDPOConfig, FP8SDPOTrainer
 
 __all__ = [
+    "FP8AsyncGRPOConfig",
+    "FP8AsyncGRPOTrainer",
     "FP8SDPOConfig",
     "FP8SDPOTrainer",
     "FP8SDFTConfig",
@@ -43,7 +46,9 @@ __all__ = [
 ]
 __version__ = "0.1.0.dev0"
 
-_HOME = {
+_HOME = {  # public name -> module that defines it
+    "FP8AsyncGRPOConfig": ".trainers.async_grpo_trainer",
+    "FP8AsyncGRPOTrainer": ".trainers.async_grpo_trainer",
     "FP8SDPOConfig": ".trainers.sdpo_trainer",
     "FP8SDPOTrainer": ".trainers.sdpo_trainer",
     "FP8SDFTConfig": ".trainers.sdft_trainer",
@@ -68,7 +73,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use: TRL takes ten seconds, which `trl-fp8 --help` need not wait for."""
+    """Import a public name on its first use: importing TRL takes ten seconds, without which `--help` is quick."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .upstream.quiet import without_noise

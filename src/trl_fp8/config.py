@@ -1,11 +1,11 @@
 """`FP8GRPOConfig`: TRL's `GRPOConfig` plus the flags that say what is FP8.
 
-Flags of TRL's whose defaults depend on whether anything is FP8 default to None, resolved in `__post_init__`. So
-with every FP8 flag off the config is TRL's, field for field.
+Some of TRL's flags get another default if anything is FP8. Such a flag defaults to None here, and `__post_init__`
+replaces None by TRL's default or by ours. So with every FP8 flag off the config equals TRL's, field for field.
 """
 
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from trl import GRPOConfig
@@ -17,41 +17,65 @@ from .run.feature import FlagGroup
 
 
 def groups_for(trl_config: type) -> tuple[type[FlagGroup], ...]:
-    """Return the groups of flags that go with a config of TRL's."""
-    known = {item.name for item in fields(trl_config)}
-    # The last one first: an earlier feature's defaults depend on what a later one demands
-    of_features = [one.flags for one in reversed(registrations()) if not one.needs or one.needs in known]
-    return WeightFlags, EngineFlags, *filter(None, of_features)
+    """Return the groups of FP8 flags that extend a config of TRL's, such as `GRPOConfig`."""
+    trl_fields = {item.name for item in fields(trl_config)}
+    groups = [WeightFlags, EngineFlags]
+    for registration in reversed(registrations()):  # defaults of earlier features depend on flags of later ones
+        if registration.flags and (not registration.needs or registration.needs in trl_fields):
+            groups.append(registration.flags)
+    return tuple(groups)
 
 
-_HIDDEN = "<HUB_TOKEN>"  # what transformers' `to_dict` has in the place of `hub_token`
+PLACEHOLDER = "<HUB_TOKEN>"  # transformers' `to_dict` writes this in place of the value of `hub_token`
 
 
 @dataclass
 class FP8Config:
-    """Base of every FP8 config; its groups of flags and TRL's config are bases after this one."""
+    """Mixin of every FP8 config. A config lists its bases in this order: `FP8Config`, its groups of flags, TRL's."""
+
+    REFUSED: ClassVar[dict[str, str]] = {}  # flag that the trainer of this config refuses -> reason
 
     def __post_init__(self):
-        user_flags = {item.name for item in fields(self) if getattr(self, item.name) != default_of(item)}
+        defaults = {item.name: default_of(item) for item in fields(self)}
+        user_flags = {name for name, default in defaults.items() if getattr(self, name) != default}
+        for name in defaults:
+            if name in user_flags and name in self.REFUSED:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} with {type(self).__name__}: {self.REFUSED[name]}. Set "
+                    f"{name}={defaults[name]!r}."
+                )
         for group in self.groups():
             group.resolve(self)
-        # Fields taken from another config set both of these, which TRL refuses; from `to_dict`, they hide the token
-        size, steps = self.generation_batch_size, self.steps_per_generation
+        # A config that is made from another one's fields has `generation_batch_size` and `steps_per_generation`, of
+        # which TRL takes only one. A config that is made from `to_dict` has a placeholder as `hub_token`
+        batch_size = self.generation_batch_size
+        steps = self.steps_per_generation
         if steps is not None:
             self.generation_batch_size = None
-        if self.hub_token == _HIDDEN:
+        if self.hub_token == PLACEHOLDER:
             self.hub_token = None
         super().__post_init__()
-        if steps is not None and size not in (None, self.generation_batch_size):
+        if steps is not None and batch_size not in (None, self.generation_batch_size):
             raise ValueError(
-                f"generation_batch_size={size} with steps_per_generation={steps} and per_device_train_batch_size="
-                f"{self.per_device_train_batch_size}, which make it {self.generation_batch_size}. Set one of the "
-                "first two to None."
+                f"generation_batch_size={batch_size} with steps_per_generation={steps} and "
+                f"per_device_train_batch_size={self.per_device_train_batch_size}, which make it "
+                f"{self.generation_batch_size}. Set one of the first two to None."
             )
         for group in self.groups():
             group.check(self)
-        # A second config with no flag set would show these, too, but making one resets accelerate's state
+        # What the defaults became under the user's flags: the run log lists every flag that differs from this. A
+        # second config to compare with is no alternative, because making one resets accelerate's state
         self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in user_flags}
+
+    @property
+    def _VALID_DICT_FIELDS(self) -> list[str]:  # noqa: N802, transformers' name
+        """Return the fields that transformers parses if they are JSON."""
+        return super()._VALID_DICT_FIELDS + [name for group in self.groups() for name in group.AS_JSON]
+
+    @classmethod
+    def trl_config(cls) -> type:
+        """Return TRL's config that this one extends."""
+        return next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
 
     @classmethod
     def groups(cls) -> list[type[FlagGroup]]:
@@ -60,38 +84,38 @@ class FP8Config:
 
     @property
     def any_fp8(self) -> bool:
-        return any(getattr(self, name) != off for group in self.groups() for name, off in group.FP8.items())
-
-    def fp8_flags(self, off: bool = False) -> str:
-        """Return `name=value` of the flags that make something FP8; if `off`, with the values that switch it off."""
-        named = {
-            name: value if off else getattr(self, name) for one in self.groups() for name, value in one.FP8.items()
-        }
-        return (" with " if off else ", ").join(f"{name}={value!r}" for name, value in named.items())
+        """Return whether weights or KV cache are FP8: a flag of `OFF_VALUES` has another value than there."""
+        off_values = {name: off_value for group in self.groups() for name, off_value in group.OFF_VALUES.items()}
+        return any(getattr(self, name) != off_value for name, off_value in off_values.items())
 
     @property
     def own_engine(self) -> bool:
-        """Return whether rollouts need this project's engine instead of TRL's."""
+        """Return whether the rollouts come from this project's engine instead of TRL's."""
         return self.any_fp8 or any(group.wants_engine(self) for group in self.groups())
 
     @property
-    def blind_pass(self) -> str | None:
-        """Return the setting that hides tokens from TRL's old-log-prob pass, or None."""
+    def setting_against_full_pass(self) -> str | None:
+        """Return the setting, with its value, under which TRL's old-log-prob pass is left out or does not see every
+        token of the rollouts. None if it sees all.
+        """
         if not getattr(self, "vllm_importance_sampling_correction", True):
             return "vllm_importance_sampling_correction=False"
         return "mask_truncated_completions=True" if self.mask_truncated_completions else None
 
     def recipe_for(self, model: nn.Module, **resolved) -> FP8Recipe:
-        """Return which tensors of `model` are FP8 under these flags on this machine. `resolved` override the flags."""
-        on_gpu = self.device.type != "cpu"
-        return recipe_for_model(model, **{"expert_kernels": on_gpu} | self.recipe_options() | resolved)
+        """Return the recipe: which tensors of `model` are FP8 under these flags on this machine.
+
+        `resolved` are arguments of `recipe_for_model`. They override those that the flags decide.
+        """
+        options = {"expert_kernels": self.device.type != "cpu"} | self.recipe_options() | resolved
+        return recipe_for_model(model, **options)
 
     def recipe_options(self) -> dict[str, Any]:
         """Return the arguments of `recipe_for_model` that flags decide."""
-        decided = {"kv_cache_dtype": "auto"}
+        options = {"kv_cache_dtype": "auto"}
         for group in self.groups():
-            decided |= group.recipe_fields(self)
-        return decided
+            options |= group.recipe_fields(self)
+        return options
 
 
 def default_of(item: Field) -> Any:
@@ -99,18 +123,22 @@ def default_of(item: Field) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
-def documented(config: type, trl_config: type) -> str:
-    """Return a docstring in the form of TRL's configs, made from the help texts of the flags."""
-    of_trl = {item.name for item in fields(trl_config)}
+def documented(config: type) -> type:
+    """Set the docstring of a config, in the form of TRL's, from the help texts of its flags. Return the config."""
+    trl_config = config.trl_config()
+    trl_fields = {item.name for item in fields(trl_config)}
     lines = [config.__doc__.rstrip(), "\nParameters:"]
     for item in fields(config):
-        if item.name not in of_trl:
-            kind = item.type.__name__ if isinstance(item.type, type) else str(item.type)
-            lines.append(f"    {item.name} (`{kind}`, *optional*, defaults to `{default_of(item)!r}`):")
+        if item.name not in trl_fields:
+            type_name = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+            lines.append(f"    {item.name} (`{type_name}`, *optional*, defaults to `{default_of(item)!r}`):")
             lines.append(f"        {item.metadata['help']}")
-    return "\n".join([*lines, f"\nThe parameters of `trl.{trl_config.__name__}`:\n\n{trl_config.__doc__.strip()}\n"])
+    lines.append(f"\nThe parameters of `trl.{trl_config.__name__}`:\n\n{trl_config.__doc__.strip()}\n")
+    config.__doc__ = "\n".join(lines)
+    return config
 
 
+@documented
 @dataclass
 class FP8GRPOConfig(FP8Config, *groups_for(GRPOConfig), GRPOConfig):
     """Configuration of `FP8GRPOTrainer`: every field of `trl.GRPOConfig`, and the ones below.
@@ -119,10 +147,3 @@ class FP8GRPOConfig(FP8Config, *groups_for(GRPOConfig), GRPOConfig):
         ValueError: From `__post_init__`, if a flag's value is unknown or does not go with another; the message names
             flag, value, reason and remedy.
     """
-
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + [
-        name for one in groups_for(GRPOConfig) for name in one.AS_JSON
-    ]
-
-
-FP8GRPOConfig.__doc__ = documented(FP8GRPOConfig, GRPOConfig)

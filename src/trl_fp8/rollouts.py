@@ -1,13 +1,15 @@
-"""`FP8Rollouts`: FP8 rollouts for one of TRL's trainers. A trainer inherits it before TRL's class.
+"""`FP8Rollouts`: FP8 rollouts for one of TRL's trainers. A trainer's class names it as a base before TRL's class.
 
-The engine starts while TRL's `__init__` runs (`_make_generation`). A step, and the hooks of features in it
-(run/feature.py), which are called for all features in the order of features/__init__.py:
+TRL's `__init__` starts the engine (`_make_generation`). Then TRL trains. Below, this class overrides TRL's methods
+that take part in a step, in the order in which TRL calls them. They call hooks (run/feature.py), each for all features
+in the order of features/__init__.py:
 
-    rollouts due   before_generation, before_turn -> [sync: prepare, write, audit; after_sync] -> generate (FP8)
-                   after_generation
-    old log-probs  scoring, reference
-    batch          extend_batch
-    loss           begin_loss -> TRL's own, scoring -> backward -> end_loss
+    _generate                  before_generation -> one turn, with tools several -> after_generation
+      _generate_single_turn    before_turn -> [sync: prepare, write, audit -> after_sync] -> generate in FP8
+    old log-probs              scoring, reference
+    batch                      extend_batch: here a correction computes its weights
+    compute_loss               begin_loss -> TRL's loss, scoring -> backward -> end_loss
+    log                        metrics of features are merged, and TRL logs them
 """
 
 import math
@@ -21,6 +23,7 @@ from operator import or_
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from accelerate import Accelerator, PartialState
 from accelerate.utils import set_seed
 from transformers import ProgressCallback, TrainerCallback
 from trl.trainer.base_trainer import _BaseTrainer
@@ -69,41 +72,40 @@ AnyFeature = TypeVar("AnyFeature", bound=Feature)
 class FP8Rollouts(Saving):
     """Methods of a trainer whose rollouts come from an FP8 engine."""
 
-    config_class: ClassVar[type]  # of `args`
+    config_class: ClassVar[type]  # class of `args`
 
-    # Of the class, so that overridden methods are TRL's on a trainer whose __init__ has not run, as TRL's own
-    # tests make them
+    # TRL's tests call methods of trainers whose __init__ has not run. With these values such a trainer acts as TRL's
     recipe: FP8Recipe | None = None  # None if every FP8 flag is off
     plan: Plan | None = None  # its summary is printed at the start; None if every FP8 flag is off
-    features: tuple[Feature, ...] = ()  # parts of a step, in the order of their hooks
-    context: int = 0  # tokens of a sequence in the engine; 0: not known
-    handover: dict[str, Any]  # by folder: what registrations leave to their features
+    features: tuple[Feature, ...] = ()  # parts of a step, in the order in which their hooks are called
+    context: int = 0  # length of the engine's longest sequence, in tokens; 0: not known
+    handover: dict[str, Any]  # a registration's folder -> object that the registration made for its features
 
-    # What GRPO has and TRL's other trainers lack; GRPO's own values hide these
+    # TRL's GRPO trainer sets these attributes, and its other trainers lack them
     tools = environments = environment_factories = rollout_func = ref_model = None
 
     has_prompts: ClassVar[bool] = True  # datasets have a column "prompt"
-    engine_module: ClassVar[str | None] = None  # where TRL looks up `VLLMGeneration`; None: the trainer's own
+    packed_forward = None  # method that runs the policy on packed sequences, if it takes no padded batch
+    engine_module: ClassVar[str | None] = None  # module where TRL looks up `VLLMGeneration`; None: TRL's trainer's
 
     def __init__(self, model: Any, args: Any = None, **trainer_kwargs):
-        """Take the arguments of TRL's trainer, by their names.
+        """Take the arguments of TRL's trainer, as keywords.
 
         Raises:
-            ValueError: `args` is of another class than `config_class`, or the model or launcher does not go with its
-                FP8 flags.
+            ValueError: `args` is no `config_class`, or the model or the launcher is not possible with its FP8 flags.
         """
-        kind = self.config_class
+        config_name = self.config_class.__name__
         if args is None:
             name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = kind(f"{name.split('/')[-1]}-{kind.__name__.removesuffix('Config')}")
-        if not isinstance(args, kind):
+            args = self.config_class(f"{name.split('/')[-1]}-{config_name.removesuffix('Config')}")
+        if not isinstance(args, self.config_class):
             raise ValueError(
-                f"args is a {type(args).__name__}: {type(self).__name__} reads its FP8 flags from {kind.__name__}. "
-                f"Replace {type(args).__name__}(...) by {kind.__name__}(...); it takes the same arguments."
+                f"args is a {type(args).__name__}: {type(self).__name__} reads its FP8 flags from {config_name}. "
+                f"Replace {type(args).__name__}(...) by {config_name}(...), which takes the same arguments."
             )
 
         # Refuse what can be refused before a model is loaded
-        loading = args.model_init_kwargs or {}
+        model_kwargs = args.model_init_kwargs or {}
         if args.own_engine:
             require_rows(trainer_kwargs.get("train_dataset"))
             rewards = trainer_kwargs.get("reward_funcs") or ()
@@ -114,7 +116,7 @@ class FP8Rollouts(Saving):
                     adds_columns=bool(trainer_kwargs.get("rollout_func") or trainer_kwargs.get("environment_factory")),
                 )
             if isinstance(model, str):
-                require_model(model, "model", loading.get("revision"))
+                require_model(model, "model", model_kwargs.get("revision"))
             else:
                 require_path(model)
             if args.vllm_engine_kwargs:
@@ -122,41 +124,46 @@ class FP8Rollouts(Saving):
             checkpoint = checkpoint_to_resume(args.output_dir, args.resume_from_checkpoint)
             if checkpoint:
                 require_ranks(checkpoint, args.world_size)
-            require_output(args, 0, 0)  # transformers makes the folder, with an error that names no flag
+            require_output(args, 0, 0)  # transformers makes this folder later, but its error would name no flag
 
-        trl_module = sys.modules[self.trl_class().__module__]  # it looks up its engine there, and its model loader
+        # TRL looks up its model loader in this module, and its engine unless `engine_module` is set
+        trl_module = sys.modules[self.trl_class().__module__]
         construction = Construction(args, {"model": model, **trainer_kwargs}, trl_module.create_model_from_path)
         self.handover = construction.handover
         if not isinstance(model, str):
             in_high_precision(model)
+        if args.own_engine and args.vllm_mode == "server" and args.base_in_engine:
+            take_server_size(args, PartialState())  # for the base, which is quantized before there is an accelerator
         with ExitStack() as stack:
-            # In reverse order: a later feature may have wrapped what an earlier one installed on the model
+            # Features also release a model that an earlier trainer has used. They do so in reverse order, because a
+            # later feature may have wrapped what an earlier one installed on it
             for registration in reversed(registrations()):
                 stack.enter_context(registration.construct(construction))
             quantization = construction.trainer_kwargs.get("quantization_config")
             if args.own_engine:
-                require_no_qlora(quantization or loading.get("quantization_config"))
+                require_no_qlora(quantization or model_kwargs.get("quantization_config"))
 
-            # transformers dequantizes a checkpoint that is stored in FP8 or MXFP4
-            unset = quantization is None and "quantization_config" not in loading
-            if isinstance(model, str) and construction.dequantizes and unset:
-                trusted = loading.get("trust_remote_code", args.trust_remote_code)
-                stored = dequantizing_config(model, loading.get("revision"), trusted)
-                if stored is not None and "quantization_config" not in signature(self.trl_class()).parameters:
+            # Have transformers dequantize a checkpoint that is stored in FP8 or MXFP4
+            is_unset = quantization is None and "quantization_config" not in model_kwargs
+            if isinstance(model, str) and construction.dequantizes and is_unset:
+                trusted = model_kwargs.get("trust_remote_code", args.trust_remote_code)
+                dequantizing = dequantizing_config(model, model_kwargs.get("revision"), trusted)
+                if dequantizing is not None and "quantization_config" not in signature(self.trl_class()).parameters:
                     raise ValueError(
                         f"model={model!r} is stored in FP8 or MXFP4, and TRL's {self.trl_class().__name__} takes no "
                         "quantization_config to load it in high precision. Pass a loaded model, or one in BF16."
                     )
-                if stored is not None:
-                    construction.trainer_kwargs["quantization_config"] = stored
+                if dequantizing is not None:
+                    construction.trainer_kwargs["quantization_config"] = dequantizing
 
-            # TRL makes model and dataset, and then the engine: `_make_generation` is called inside
+            # TRL makes model and datasets, and then calls `VLLMGeneration(...)`, which is `make_generation` here.
+            # Inside it the name is TRL's class again, for modules that are imported only then
             stack.enter_context(without_noise())
             generation_module = import_module(self.engine_module or trl_module.__name__)
-            original = generation_module.VLLMGeneration
+            trl_generation = generation_module.VLLMGeneration
 
             def make_generation(**kwargs) -> object:
-                with substituted(generation_module, "VLLMGeneration", original):  # for what is imported meanwhile
+                with substituted(generation_module, "VLLMGeneration", trl_generation):
                     return self._make_generation(**kwargs)
 
             stack.enter_context(substituted(generation_module, "VLLMGeneration", make_generation))
@@ -165,13 +172,13 @@ class FP8Rollouts(Saving):
         in_high_precision(self.model)
         make_lists(self.processing_class)
 
-        # The bar that transformers adds prints a dictionary of all metrics at each log. `FP8ProgressCallback` takes
-        # its place, unless `disable_tqdm` is set or one of `callbacks` is a bar
-        callbacks = [one if isinstance(one, type) else type(one) for one in trainer_kwargs.get("callbacks") or ()]
-        has_own_bar = any(issubclass(one, FP8ProgressCallback) for one in callbacks)
-        if has_own_bar or not any(issubclass(one, ProgressCallback) for one in callbacks):
-            for default in [one for one in self.callback_handler.callbacks if type(one) is ProgressCallback]:
-                self.remove_callback(default)
+        # `FP8ProgressCallback` replaces transformers' progress bar, which prints a dictionary of all metrics at each
+        # log. Not if `disable_tqdm` is set or one of `callbacks` is a progress bar
+        callbacks = [item if isinstance(item, type) else type(item) for item in trainer_kwargs.get("callbacks") or ()]
+        has_own_bar = any(issubclass(item, FP8ProgressCallback) for item in callbacks)
+        if has_own_bar or not any(issubclass(item, ProgressCallback) for item in callbacks):
+            for default_bar in [item for item in self.callback_handler.callbacks if type(item) is ProgressCallback]:
+                self.remove_callback(default_bar)
                 if not has_own_bar:
                     self.add_callback(FP8ProgressCallback())
 
@@ -182,122 +189,125 @@ class FP8Rollouts(Saving):
 
     @classmethod
     def trl_class(cls) -> type:
-        """Return TRL's own trainer: of several the one that the others extend, whose module makes model and engine."""
+        """Return TRL's trainer that this class extends: the first base that inherits TRL's `_BaseTrainer` directly."""
         return next(base for base in cls.__mro__ if _BaseTrainer in base.__bases__)
 
     def feature(self, kind: type[AnyFeature]) -> AnyFeature | None:
-        """Return the run's feature of a kind, or None."""
+        """Return the run's feature of class `kind`, or None."""
         return next((feature for feature in self.features if isinstance(feature, kind)), None)
 
     @property
     def logged(self) -> dict[str, list]:
-        """Values since the last log of training or of evaluation: TRL's numbers, and a `Metric` of features."""
+        """Return the values since the last log of training or evaluation: TRL's numbers and features' `Metric`s."""
         return self._metrics["train" if self.model.training else "eval"]
 
     def _make_features(self) -> None:
-        """Make the features once: after the policy, and before an engine of ours starts."""
+        """Make the recipe and the features, if there are none yet. The policy exists, the engine does not."""
         if self.features:
             return
         args = self.args
         if args.own_engine:
             if args.vllm_mode == "server":
-                from .engine.vllm_server.server_generation import tensor_parallel_size  # needs vllm
-
-                url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-                args.vllm_tensor_parallel_size = tensor_parallel_size(
-                    url, args.vllm_server_timeout, self.accelerator, args.vllm_tensor_parallel_size
-                )
+                take_server_size(args, self.accelerator)
             self.recipe = args.recipe_for(self.model)
             self.features = (Syncs(self),)
         for registration in registrations():
-            if not registration.needs or hasattr(self.args, registration.needs):
-                for feature in registration.features(self):  # one by one: a later one may ask for an earlier one
-                    self.features += (feature,)
+            if not registration.needs or hasattr(args, registration.needs):
+                for feature in registration.features(self):
+                    self.features += (feature,)  # one by one, because making a feature may look up an earlier one
 
     def _make_generation(self, **kwargs) -> object:
-        """Start the engine. TRL calls this in place of its `VLLMGeneration(...)`, with the same arguments, as soon as
-        model, reference and datasets are there.
-        """
+        """Start the engine in place of TRL's `VLLMGeneration(**kwargs)`, when model, reference and datasets exist."""
         args = self.args
         if not args.own_engine and (args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
             from trl.generation.vllm_generation import VLLMGeneration  # needs vllm, which TRL makes optional
 
             return VLLMGeneration(**kwargs)
+        return self._make_own_generation(**kwargs)
 
+    def _make_own_generation(self, **kwargs) -> RolloutEngine:
+        """Check the run, print the plan, and start this project's engine."""
+        args = self.args
         # Refuse a model, prompts, a launch or a disk with which the run would fail later
         require_servable(self.model, engine_class)
         require_countable_experts(self.model, args.router_aux_loss_coef)
         config = self.model.config
         if config.get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
-        ranks = args.vllm_tensor_parallel_size if args.vllm_mode == "colocate" else 1  # that share an engine
-        server_ranks = self.accelerator.num_processes if args.vllm_mode == "server" else 1
-        require_same_turns(self.tools, ranks, server_ranks)
+        engine_ranks = args.vllm_tensor_parallel_size if args.vllm_mode == "colocate" else 1
+        server_clients = self.accelerator.num_processes if args.vllm_mode == "server" else 1
+        require_same_turns(self.tools, engine_ranks, server_clients)
         outline = outline_of(self.model)
         self.context = args.vllm_max_model_length or int(outline.context * outline.stretch)
         makes_prompts = self.rollout_func or self.environment_factories
         if self.has_prompts and not makes_prompts:
             for name in ("train_dataset", "eval_dataset"):
                 require_short_prompts(getattr(self, name), name, self.prompt_token_ids, self.context)
-        check_launch(self.accelerator, ranks)
-        if args.save_strategy != "no" and self.accelerator.is_main_process:  # it writes the weights
+        check_launch(self.accelerator, engine_ranks)
+        if args.save_strategy != "no" and self.accelerator.is_main_process:  # this process writes the weights
             require_output(args, *checkpoint_bytes(self.model))
 
-        # Features and the plan, which says what will be FP8
+        # Make the recipe, the features and the plan, and print the plan
         if args.own_engine:
             lock_folder(args.output_dir, self.accelerator)
-        if args.own_engine and self.ref_model is not None:  # with everything off this is TRL, its defects included
+        if args.own_engine and self.ref_model is not None:  # TRL omits this; without FP8 this trainer acts as TRL's
             load_on_all_ranks(self.ref_model, self.accelerator.device)
         self._make_features()
         if args.own_engine:
             self.plan = plan_for_model(self.model, self.recipe)
             self.accelerator.print(f"{self.plan.summary()}\nLaunch: {launch_words(self.accelerator)}", flush=True)
 
-        # The engine starts
+        # Start the engine
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
             parts = [feature.engine_part() for feature in self.features]
             recipe = self.recipe or args.recipe_for(self.model)
             generation = self._start_engine(recipe, [part for part in parts if part is not None], **kwargs)
         if args.own_engine:
-            set_seed(args.seed, device_specific=True)  # as TRL did before: vLLM seeds all generators by the rank
+            set_seed(args.seed, device_specific=True)  # as TRL did before vLLM seeded all generators
         for feature in self.features:
             feature.engine_started(generation.numerics, generation.kernels)
         if args.own_engine:
-            kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
-            engine = ", ".join(kernels) or "high precision"
-            self.accelerator.print(f"Engine: {engine}. Trainer: {trainer_precision(self)}.\n")
+            kernels = ", ".join(f"{name} ({count})" for name, count in generation.numerics.kernels.items())
+            precision = trainer_precision(self)
+            self.accelerator.print(f"Engine: {kernels or 'high precision'}. Trainer: {precision}.\n")
         return generation
 
     def _start_engine(self, recipe: FP8Recipe, parts: Sequence[Any], **kwargs) -> RolloutEngine:
-        """Return an engine that follows the policy by `recipe`; `parts` are those of features, `kwargs` are the
-        arguments of TRL's `VLLMGeneration`.
-        """
-        if self.args.vllm_mode == "server":
-            from .engine.vllm_server.server_generation import ServerGeneration  # needs vllm, which TRL makes optional
+        """Start and return an engine with the tensors of `recipe` in FP8.
 
-            return ServerGeneration(recipe=recipe, parts=parts, after_sync=self._after_sync, **kwargs)
+        `parts` are the `EnginePart`s of features, `kwargs` the arguments of TRL's `VLLMGeneration`.
+        """
+        kwargs |= {"recipe": recipe, "parts": parts, "after_sync": self._after_sync}
+        # These modules need vllm, which TRL makes optional
+        if self.args.vllm_mode == "server":
+            from .engine.vllm_server.mirrored_generation import MirroredGeneration
+            from .engine.vllm_server.server_generation import ServerGeneration
+
+            kwargs["transport"] = self.args.vllm_server_transport
+            return MirroredGeneration(**kwargs) if self.args.policy_calls_engine else ServerGeneration(**kwargs)
         from .engine.vllm.generation import FP8VLLMGeneration
 
-        options = {"after_sync": self._after_sync, "engine_kwargs": self.args.vllm_engine_kwargs}
-        return FP8VLLMGeneration(recipe=recipe, parts=parts, **options, **kwargs)
+        return FP8VLLMGeneration(engine_kwargs=self.args.vllm_engine_kwargs, **kwargs)
 
     def _generate(self, prompts: list) -> tuple:
-        self._end_loss()  # of a `compute_loss` outside of a training step
+        if not self.features:
+            return super()._generate(prompts)
+        self._end_loss()  # no `training_step` has ended a loss that was computed outside of one
         for feature in self.features:
             feature.before_generation(prompts)
-        output = super()._generate(prompts)  # calls `_generate_single_turn`, several times with tools
-        rollouts = Rollouts(*output[:2]) if self.features else None
+        output = super()._generate(prompts)  # prompt ids, completion ids, and more. Calls `_generate_single_turn`
+        rollouts = Rollouts(*output[:2])
         for feature in self.features:
             feature.after_generation(rollouts)
-        self._note(rollouts.metrics if rollouts else {})
+        self._add_metrics(rollouts.metrics)
         return output
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:
         for feature in self.features:
             feature.before_turn(prompt_ids)
         require_room(prompt_ids, self.context)
-        return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # syncs first if the policy has changed
+        return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # TRL syncs first if the policy has changed
 
     def _after_sync(self) -> None:
         for feature in self.features:
@@ -306,30 +316,33 @@ class FP8Rollouts(Saving):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
     ) -> tuple:
-        inputs = attention_mask, logits_to_keep
         with ExitStack() as stack:
-            of_policy = self.features and model is not self.ref_model and not is_reference(model)
+            is_policy = self.features and model is not self.ref_model and not is_reference(model)
             for feature in self.features:
-                stack.enter_context(feature.scoring(*inputs) if of_policy else feature.reference(*inputs))
-            return super()._get_per_token_logps_and_entropies(model, input_ids, *inputs, *args, **kwargs)
+                enclose = feature.scoring if is_policy else feature.reference
+                stack.enter_context(enclose(attention_mask, logits_to_keep))
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
 
     def score_alone(self, input_ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> None:
-        """Run the policy as TRL scores tokens, without any feature."""
+        """Run the policy on tokens as TRL does to score them, without the hooks of features."""
         self.trl_class()._get_per_token_logps_and_entropies(self, self.model, input_ids, mask, logits_to_keep)
 
     def prompt_token_ids(self, prompts: list) -> list[list[int]]:
-        """Return the token ids of prompts as rows of a dataset have them."""
+        """Return the token ids of prompts, as in a dataset's column "prompt"."""
         return self._tokenize_prompts(prompts)[0]
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
-        return self.extended(super()._generate_and_score_completions(inputs))
+        # TRL's method calls `_generate`, and computes log-probs of policy and reference
+        return self.extend_batch(super()._generate_and_score_completions(inputs))
 
-    def extended(self, tensors: dict) -> dict:
-        """Return TRL's batch as features extend it, and note what they measure."""
+    def extend_batch(self, tensors: dict) -> dict:
+        """Return TRL's batch after features have extended and corrected it. Add their metrics to the next log."""
         batch = Batch(tensors)
         for feature in self.features:
             feature.extend_batch(batch)
-        self._note(batch.metrics)
+        self._add_metrics(batch.metrics)
         return batch.tensors
 
     def compute_loss(self, model, inputs: dict, *args, **kwargs):
@@ -338,37 +351,49 @@ class FP8Rollouts(Saving):
                 feature.begin_loss(inputs)
             return super().compute_loss(model, inputs, *args, **kwargs)
         finally:
-            if not torch.is_grad_enabled():  # an evaluation: no backward comes
+            if not torch.is_grad_enabled():  # in an evaluation no backward follows
                 self._end_loss()
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         try:
             return super().training_step(*args, **kwargs)
-        finally:  # not before: gradient checkpointing runs the forward again in the backward pass
+        finally:  # not before the backward has ended, because gradient checkpointing runs the forward again in it
             self._end_loss()
 
     def _end_loss(self) -> None:
         for feature in self.features:
             feature.end_loss()
 
-    def _note(self, metrics: Mapping[str, Metric]) -> None:
-        """Keep metrics of one batch for the next log, beside TRL's."""
+    def _add_metrics(self, metrics: Mapping[str, Metric]) -> None:
+        """Add the metrics of one batch to the next log, beside TRL's."""
         for name, metric in metrics.items():
             if self.logged[name] and not isinstance(self.logged[name][0], Metric):
                 raise ValueError(
-                    f"log_metric({name!r}, ...): a reward logs under the name of one of this trainer's own metrics. "
-                    "Give it another name."
+                    f"log_metric({name!r}, ...): a reward function logs a metric under this name, which this trainer "
+                    "uses. Give it another name."
                 )
             self.logged[name].append(metric)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Merge what features measured since the last log, then have TRL log it: TRL averages lists, and would average
-        maxima and ratios, too. What was not measured (NaN) is left out, where TRL would log None.
+        """Merge the features' metrics of all batches since the last log, then let TRL log them.
+
+        TRL would log the mean of a list of values, which is wrong for maxima and ratios. A metric that no batch
+        measured (NaN) is left out, because TRL would log it as None.
         """
-        for name, batches in list(self.logged.items()):
-            if batches and isinstance(batches[0], Metric):
-                value = reduce(or_, batches).value
-                self.logged[name] = [value]
-                if math.isnan(value):
+        for name, values in list(self.logged.items()):
+            if values and isinstance(values[0], Metric):
+                merged = reduce(or_, values).value
+                self.logged[name] = [merged]
+                if math.isnan(merged):
                     del self.logged[name]
         super().log(logs, start_time)
+
+
+def take_server_size(args: Any, state: Accelerator | PartialState) -> None:
+    """Set `vllm_tensor_parallel_size` to the server's, because it decides which linears are FP8. Collective."""
+    from .engine.vllm_server.server_generation import tensor_parallel_size  # needs vllm
+
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    args.vllm_tensor_parallel_size = tensor_parallel_size(
+        url, args.vllm_server_timeout, state, args.vllm_tensor_parallel_size
+    )

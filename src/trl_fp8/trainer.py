@@ -10,7 +10,7 @@ from .rollouts import FP8Rollouts
 
 
 class FP8GRPOTrainer(FP8Rollouts, GRPOTrainer):
-    """TRL's `GRPOTrainer` whose rollouts run in FP8. Takes exactly the arguments of `trl.GRPOTrainer`.
+    """TRL's `GRPOTrainer`, whose rollouts run in FP8. It takes exactly the arguments of `trl.GRPOTrainer`.
 
     Example:
 
@@ -28,11 +28,11 @@ class FP8GRPOTrainer(FP8Rollouts, GRPOTrainer):
 
     Attributes:
         recipe: `FP8Recipe` of the run; None if every FP8 flag is off.
-        plan: `Plan` whose summary is printed at the start; None likewise.
-        features: What takes part in a step, in the order of their hooks.
+        plan: `Plan`, whose summary is printed at the start; None if every FP8 flag is off.
+        features: `Feature`s that take part in a step, in the order in which their hooks are called.
 
     Raises:
-        ValueError: `args` is not an `FP8GRPOConfig`, or the model or launcher does not go with its FP8 flags.
+        ValueError: `args` is not an `FP8GRPOConfig`, or its FP8 flags cannot be used with this model or launcher.
     """
 
     config_class = FP8GRPOConfig
@@ -41,4 +41,5 @@ class FP8GRPOTrainer(FP8Rollouts, GRPOTrainer):
 
     @wraps(GRPOTrainer.__init__)
     def __init__(self, *args, **kwargs):
+        # `FP8Rollouts` reads the arguments by name
         super().__init__(**signature(GRPOTrainer).bind(*args, **kwargs).arguments)

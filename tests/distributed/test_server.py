@@ -8,9 +8,10 @@ import requests
 
 from testing import engines, forked_server
 from testing.staged_trainer import StagedTrainer
+from trl_fp8.engine.vllm_server import broadcast
 from trl_fp8.engine.vllm_server.plugin import FOLDER, TOKEN
 
-from .ranks import launch
+from .ranks import fork
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -26,6 +27,12 @@ def server(checkpoint, tmp_path_factory):
         yield running
 
 
+@pytest.fixture
+def environment(server, monkeypatch):
+    monkeypatch.setenv(FOLDER, server.folder)
+    monkeypatch.setenv(TOKEN, server.token)
+
+
 @pytest.fixture(scope="module")
 def reports(server, tmp_path_factory):
     """What each of two ranks reports of its run and of errors of the first one. The server does not survive it."""
@@ -33,7 +40,7 @@ def reports(server, tmp_path_factory):
         patched.setenv(FOLDER, server.folder)
         patched.setenv(TOKEN, server.token)
         options = {"checkpoint": server.model, "url": server.url, "server": server.pid, "max_steps": 2}
-        return launch("train_at_server", tmp_path_factory.mktemp("ddp"), config=ACCELERATE / "cpu_ddp.yaml", **options)
+        return fork("train_at_server", tmp_path_factory.mktemp("ddp"), config=ACCELERATE / "cpu_ddp.yaml", **options)
 
 
 def log_probs(server: forked_server.ForkedServer) -> list[tuple]:
@@ -51,13 +58,19 @@ def log_probs(server: forked_server.ForkedServer) -> list[tuple]:
     return found
 
 
-def test_two_workers_compute_what_an_engine_computes_that_loads_the_checkpoint_after_each_sync(server, tmp_path):
+def test_two_workers_compute_what_an_engine_computes_that_loads_the_checkpoint_after_each_sync(
+    server, tmp_path, monkeypatch
+):
     trainer = StagedTrainer(server, seed=1, tensor_parallel_size=2)
     seen = []
     for step in (1, 2):
-        engines.perturb(trainer.model, step)
+        if step == 1:
+            engines.perturb(trainer.model, step)
+        else:
+            trainer.step()  # little, so that a patch brings it
         trainer.scales.value = engines.some_scales(2, step)
         trainer.sync()
+        assert (trainer.server.patch is None) == (step == 1)
         folder = tmp_path / str(step)
         engines.write_checkpoint(folder, trainer, trainer.scales.value)
         with forked_server.running(
@@ -66,6 +79,32 @@ def test_two_workers_compute_what_an_engine_computes_that_loads_the_checkpoint_a
             seen.append(log_probs(server))
             assert seen[-1] == log_probs(fresh)
     assert seen[0] != seen[1]
+    # The same by broadcasts
+    states = trainer.control.rpc("fp8_state")
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 10**5)
+    broadcaster = StagedTrainer(server, seed=1, transport="broadcast", tensor_parallel_size=2)
+    broadcaster.model.load_state_dict(trainer.model.state_dict())
+    broadcaster.scales.value = trainer.scales.value
+    broadcaster.sync()
+    assert log_probs(server) == seen[1]
+    for before, after in zip(states, broadcaster.control.rpc("fp8_state"), strict=True):
+        assert after["split"] == {} and after["arrived"].keys() == before["arrived"].keys()
+        whole = [name for name in before["arrived"] if name not in before["split"]]
+        assert whole and all(after["arrived"][name] == before["arrived"][name] for name in whole)
+
+
+def test_two_ranks_of_an_asynchronous_trainer_deliver_together(server, environment, tmp_path):
+    options = {"checkpoint": server.model, "url": server.url, "max_steps": 3}
+    reports = fork("train_asynchronously", tmp_path, config=ACCELERATE / "cpu_ddp.yaml", **options)
+    for report in reports:
+        assert report["audit_failures"] == 0 and report["model_version"] == 4
+        assert report["wrong"] == [] and report["staged"] > 30
+        assert all(report[name] == reports[0][name] for name in ("policy", "kv_scales"))
+    rows = reports[0]["log"]
+    assert [row["staleness/age_max"] for row in rows] == [0, 1, 1]
+    first = rows[0]["fp8/weight_version"]  # the server had others of the test above
+    assert [row["fp8/weight_version"] - first for row in rows] == [0, 1, 2]
+    assert all(row["grad_norm"] > 0 for row in rows)
 
 
 def test_two_ranks_train_on_what_one_server_samples(reports):
@@ -73,7 +112,7 @@ def test_two_ranks_train_on_what_one_server_samples(reports):
         assert report["audit_failures"] == 0 and report["fp8"] == reports[0]["fp8"] > 0
         assert report["policy"] == reports[0]["policy"]
     rows = reports[0]["log"]
-    assert [row["fp8/weight_version"] for row in rows] == [1, 2]
+    assert rows[1]["fp8/weight_version"] == rows[0]["fp8/weight_version"] + 1
     assert all(0 < row["fp8/pause_seconds"] < row["fp8/sync_seconds"] for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
 

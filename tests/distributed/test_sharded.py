@@ -1,10 +1,19 @@
-"""Policies sharded by FSDP2 and ZeRO-3 over two ranks, under the accelerate configurations that users launch with."""
+"""Policies sharded by FSDP2 and ZeRO-3 over two ranks, under the accelerate configurations that users launch with:
+against engines of the ranks, and against servers.
+"""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
-from .ranks import launch
+from testing import engines, forked_server
+from testing.runs import SMALL_K3
+from trl_fp8.engine.vllm_server.plugin import TOKEN
+from trl_fp8.quantization.codec.kv_scales import KVScales
+
+from .ranks import fork
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -15,19 +24,40 @@ SHARDED = {"FSDP": ACCELERATE / "fsdp2.yaml", "DEEPSPEED": ACCELERATE / "zero3.y
 # Shards of q, k, v, gate and up are whole blocks, of others not; DeepSpeed keeps what has less than 1e5 numbers on all
 # ranks besides
 SHAPE = {"head_dim": 128, "intermediate_size": 1024}
+SERVED = {"blocks": SHAPE, "mxfp8": {"intermediate_size": 224}}  # format of a server's weights -> shape
 FLAGS = dict(use_cpu=False, bf16=False, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4, beta=0.04)
 
 
+@pytest.fixture(scope="module")
+def servers(checkpoint, tmp_path_factory):
+    """A server by the format of its weights, forked before this process has an engine."""
+    folder = tmp_path_factory.mktemp("servers")
+    with ExitStack() as running, pytest.MonkeyPatch.context() as patched:
+        patched.setenv(TOKEN, forked_server.TOKEN)
+        found = {}
+        for name, shape in SERVED.items():
+            server = forked_server.running(checkpoint("qwen3", **shape), folder / name, weight_format=name)
+            found[name] = running.enter_context(server)
+        yield found
+
+
 @pytest.fixture(scope="module", params=SHARDED)
-def reports(request, checkpoint, tmp_path_factory):
+def reports(request, servers, checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     flags = FLAGS | {"fp8_forward": "one_forward", "kv_calibration": "policy"}
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     flags |= {"lora": lora, "lora_flags": FLAGS | {"fp8_forward": "one_forward", "learning_rate": 0.01}}
     if request.param == "FSDP":  # under ZeRO-3 refused
-        flags |= {"base_flags": flags["lora_flags"] | {"max_steps": 2}}
+        flags |= {"base_flags": flags["lora_flags"] | {"max_steps": 2}, "asynchronous": True}
+        served = servers
+    else:
+        served = {"blocks": servers["blocks"]}
+    flags["served"] = []
+    for name, server in served.items():
+        options = {"checkpoint": server.model, "url": server.url, "transfer": server.folder, "fp8_weight_format": name}
+        flags["served"].append(options)
     flags |= {"checkpoint": checkpoint("qwen3", **SHAPE), "mixture": checkpoint("qwen3_moe")}
-    made = launch("train_and_lora", folder, config=SHARDED[request.param], **flags)
+    made = fork("train_and_lora", folder, config=SHARDED[request.param], **flags)
     assert all(report["distributed_type"] == request.param for report in made)
     return made
 
@@ -112,8 +142,38 @@ def test_adapters_on_a_shared_base_under_fsdp2(reports):
     assert first["said"] == [other] * 2 and second["said"] == ["no memory for an adapter"] * 2
 
 
+def test_the_server_of_a_sharded_policy_computes_as_an_engine_of_the_saved_one(reports, servers):
+    assert len(reports[0]["served"]) == (2 if reports[0]["distributed_type"] == "FSDP" else 1)
+    for name, first, second in zip(servers, reports[0]["served"], reports[1]["served"], strict=False):
+        for report in (first, second):
+            assert report["audit_failures"] == 0 and report["full_tensors"] == 0
+            assert len(report["log"]) == 2 and all(0 < row["mismatch/k3_kl"] < SMALL_K3 for row in report["log"])
+        colocated = engines.start(first["saved"], KVScales(torch.tensor(first["kv_scales"])), weight_format=name)
+        try:
+            colocated.sync_weights()
+            for tokens in engines.PROMPTS:
+                assert servers[name].log_probs(tokens) == colocated.llm.log_probs(tokens).tolist()
+        finally:
+            engines.shutdown(colocated.llm)
+
+
 def test_every_weight_of_a_mixture_comes_back_from_its_checkpoint(reports):
     """Into the best model and into a resumed run, whatever its name is in the file."""
     for report in (report["mixture"] for report in reports):
         assert report["best"].endswith("checkpoint-1")
         assert report["lost"] == report["not resumed"] == report["same"] == [] and report["same_log"]
+
+
+def test_an_asynchronous_trainer_under_fsdp2_sends_what_its_shards_hold(reports):
+    found = [report.get("asynchronous") for report in reports]
+    if reports[0]["distributed_type"] != "FSDP":  # under ZeRO-3 refused
+        assert found == [None, None]
+        return
+    for report in found:
+        assert report["distributed_type"] == "FSDP" and report["parameters"] == ["DTensor"]
+        assert report["wrong"] == [] and report["staged"] > 30 and report["audit_failures"] == 0
+        assert report["model_version"] == 4
+        assert all(report[name] == found[0][name] for name in ("policy", "kv_scales"))
+    rows = found[0]["log"]
+    assert [row["staleness/age_max"] for row in rows] == [0, 1, 1] and all(row["grad_norm"] > 0 for row in rows)
+    assert 0 < rows[0]["mismatch/k3_kl"] < SMALL_K3

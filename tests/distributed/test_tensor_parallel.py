@@ -2,7 +2,7 @@
 
 import pytest
 
-from .ranks import launch
+from .ranks import fork
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -15,8 +15,10 @@ def reports(checkpoint, tmp_path_factory):
     folder = checkpoint("qwen3", **SHAPE)
     experts = checkpoint("qwen3_moe", head_dim=128, moe_intermediate_size=256)
     base = checkpoint("qwen3", **SHAPE, num_key_value_heads=1)  # each rank has a copy of the only one
+    mxfp8 = checkpoint("qwen3", intermediate_size=320)  # 160 columns of down_proj: 5 blocks
     checkpoints = {"checkpoint": folder, "experts_checkpoint": experts, "base_checkpoint": base}
-    return launch("tensor_parallel", tmp_path_factory.mktemp("tp"), **checkpoints)
+    checkpoints["mxfp8_checkpoint"] = mxfp8
+    return fork("tensor_parallel", tmp_path_factory.mktemp("tp"), **checkpoints)
 
 
 def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(reports):
@@ -29,6 +31,16 @@ def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(reports):
     for row in reports[0]["log"]:
         assert row["sampling/survivors_mean"] > 1 and 0 < row["mismatch/logp_difference_mean"] < 0.2
     assert reports[0]["log"][0]["kl"] == 0.0 < reports[0]["log"][1]["kl"]
+
+
+def test_shards_of_another_format_arrive_in_the_order_of_its_kernel(reports):
+    reports = [report["mxfp8"] for report in reports]
+    assert [report["down_shape"] for report in reports] == [[128, 160]] * 2
+    assert reports[0]["engine"] != reports[1]["engine"]  # different shards
+    for report in reports:
+        assert report["log_probs"] == report["fresh"]["log_probs"]
+        assert report["engine"] == report["fresh"]["engine"]
+        assert report["derived"] == 8 and report["audit_failures"] == 0
 
 
 def test_ranks_of_an_engine_have_equally_many_prompts_or_are_refused(reports):

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 
@@ -16,7 +17,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch  # noqa: E402
-from accelerate.state import DistributedType, PartialState  # noqa: E402
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState  # noqa: E402
 from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
 from requests.adapters import HTTPAdapter  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -29,9 +30,10 @@ from testing import engines  # noqa: E402
 from testing.chats import Keypad, chat_tokenizer, chats  # noqa: E402
 from testing.reference_experts import offered_fp8_experts  # noqa: E402
 from testing.runs import arguments, dataset, recorded, reward_digits, rows, trajectory  # noqa: E402
+from testing.tiled_kernel import tiled_kernel, without_untiled  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
-from trl_fp8.engine.vllm_server import server_generation  # noqa: E402
+from trl_fp8.engine.vllm_server.plugin import FOLDER  # noqa: E402
 from trl_fp8.export.file_checksums import verify_export  # noqa: E402
 from trl_fp8.features.shared_base.adapter_tensors import Slot  # noqa: E402
 from trl_fp8.features.shared_base.shared_modules import SharedLinear  # noqa: E402
@@ -39,9 +41,10 @@ from trl_fp8.quantization.codec.digest import digest  # noqa: E402
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES  # noqa: E402
 from trl_fp8.sync import shards, writer  # noqa: E402
 from trl_fp8.sync.weight_stream import weight_stream  # noqa: E402
-from trl_fp8.upstream.vllm import engine_model  # noqa: E402
+from trl_fp8.upstream.vllm import engine_model, forget_choices  # noqa: E402
 
 
+TRAINERS: list[FP8GRPOTrainer] = []  # all of this rank: the end of an engine would be that of the process groups
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # and of fused layers not all
 
 
@@ -54,22 +57,20 @@ def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str |
     return described(trainer) | gathers.report()
 
 
-def train_against_a_server(folder: Path, checkpoint: str, copied: bool, **flags) -> dict:
-    """A short training run whose rollouts come from a server, one more sync, and the policy "saved".
-
-    With `copied` ranks write to memory of their own, which is copied to the file, as they do on a GPU.
+def train_against_a_server(folder: Path, checkpoint: str, url: str, transfer: str, fp8_weight_format: str) -> dict:
+    """A short training run whose rollouts come from the server at `url`, which reads files in the folder `transfer`,
+    one more sync, and the policy "saved".
     """
-    if copied:
-        staged = server_generation.StagedEngine
-        server_generation.StagedEngine = lambda *args: staged(*args[:5], torch.device("cpu"), *args[6:])
-    trainer = make_trainer(folder, checkpoint, vllm_mode="server", **flags)
+    os.environ[FOLDER] = transfer
+    flags = {"use_cpu": False, "bf16": False, "max_steps": 2, "kv_calibration": "policy", "vllm_mode": "server"}
+    flags |= {"vllm_server_base_url": url, "fp8_weight_format": fp8_weight_format}
+    trainer = make_trainer(folder, checkpoint, **flags)
     gathers = Gathers()
     trainer.train()
     generation = trainer.vllm_generation
     generation.sync_weights()
     trainer.save_model(str(folder / "saved"))
     return {
-        "ranks": trainer.accelerator.num_processes,
         "saved": str(folder / "saved"),
         "log": rows(trainer),
         "kv_scales": generation.last_sync.carried[KV_SCALES].values.tolist(),
@@ -156,10 +157,19 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 
 def train_and_lora(
-    folder: Path, checkpoint: str, mixture: str, lora: dict, lora_flags: dict, base_flags: dict | None = None, **flags
+    folder: Path,
+    checkpoint: str,
+    mixture: str,
+    lora: dict,
+    lora_flags: dict,
+    served: list[dict],
+    base_flags: dict | None = None,
+    asynchronous: bool = False,
+    **flags,
 ) -> dict:
     """Runs one after another, also with adapters: the report is in "lora"; with adapters on a shared base, if there
-    are flags for it: "base"; and of another checkpoint, see `best_and_resumed`: "mixture".
+    are flags for it: "base"; of `train_asynchronously`: "asynchronous"; against servers, see
+    `train_against_a_server`: "served"; and of another checkpoint, see `best_and_resumed`: "mixture".
 
     After the first, a rank fails in syncs ("failures"), then the policy is exported in FP8, and a fresh engine loads
     that ("fresh").
@@ -179,6 +189,13 @@ def train_and_lora(
     if base_flags:
         report["base"] = shared_base(folder / "base", checkpoint, lora | {"target_modules": TARGETS}, **base_flags)
     report["lora"] = train(folder / "lora", checkpoint, lora, **lora_flags)
+    if asynchronous:
+        os.environ[FOLDER] = served[0]["transfer"]
+        of_run = {"checkpoint": served[0]["checkpoint"], "url": served[0]["url"], "use_cpu": False}
+        report["asynchronous"] = train_asynchronously(folder / "asynchronous", **of_run)
+    report["served"] = [
+        train_against_a_server(folder / f"served_{options['fp8_weight_format']}", **options) for options in served
+    ]
     return report | {"mixture": best_and_resumed(folder / "mixture", mixture, use_cpu=False, bf16=False)}
 
 
@@ -261,6 +278,39 @@ def train_at_server(folder: Path, checkpoint: str, url: str, server: int, **flag
     return report | {"errors": errors}
 
 
+def train_asynchronously(folder: Path, checkpoint: str, url: str, **flags) -> dict:
+    """A run of the asynchronous trainer, whose first rank gives rollouts one version old to all."""
+    from testing import async_rollouts
+    from trl_fp8 import FP8AsyncGRPOConfig, FP8AsyncGRPOTrainer
+
+    processing, data = async_rollouts.plain_chat_tokenizer(), async_rollouts.conversations()
+    prompts = [processing(row["prompt"][0]["content"])["input_ids"] for row in data]
+    worker = async_rollouts.LockStepWorker(url, prompts, lambda texts, row: reward_digits(texts), staleness=1)
+    of_run = {"per_device_train_batch_size": 4, "bf16": False, "token_budget": -1, "vllm_server_base_url": url}
+    args = arguments(folder / "run", FP8AsyncGRPOConfig, **of_run | flags)
+    with async_rollouts.without_flash_attention():
+        trainer = FP8AsyncGRPOTrainer(
+            checkpoint, args=args, train_dataset=data, processing_class=processing, rollout_worker=worker
+        )
+        trainer.train()
+    generation = trainer.vllm_generation
+    weights = whole_weights(trainer)
+    sent = dict(weight_stream(weights.items(), trainer.recipe))
+    staged = generation.engine.layout.held
+    return {
+        "ranks": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
+        "parameters": sorted({type(each).__name__ for each in trainer.model.parameters()}),
+        "log": rows(trainer),
+        "audit_failures": generation.audit_failures,
+        "model_version": trainer.model_version,
+        "kv_scales": generation.last_sync.carried[KV_SCALES].values.tolist(),
+        "policy": digest(torch.cat([each.flatten() for each in weights.values()])).item(),
+        "staged": len(staged),
+        "wrong": [name for name, each in staged.items() if not torch.equal(each, sent[name].to(each.dtype))],
+    }
+
+
 def raised(action: Callable[[], object]) -> str:
     """Return the error of an action, or nothing."""
     try:
@@ -315,9 +365,9 @@ def adapters_by_hand(trainer: FP8GRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 def failed_adapters(trainer: FP8GRPOTrainer) -> list[str]:
-    """What each rank says when the second one has no memory for an adapter: to place it, and to write it."""
+    """What each rank says when the second one has no memory for an adapter: to pad it, and to write it."""
     said = []
-    for owner, name in ((Slot, "placed"), (writer.Writer, "_copy")):
+    for owner, name in ((Slot, "pad"), (writer.Writer, "_queue_copy")):
         original = getattr(owner, name)
 
         def full(*args, does=original):
@@ -452,9 +502,11 @@ def killed(folder: Path, checkpoint: str, **flags) -> dict:
     return {}
 
 
-def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base_checkpoint: str) -> dict:
+def tensor_parallel(
+    folder: Path, checkpoint: str, experts_checkpoint: str, base_checkpoint: str, mxfp8_checkpoint: str
+) -> dict:
     """One engine on both ranks: synced in a run; loaded from an FP8 checkpoint of what was sent; with FP8 experts;
-    with adapters on a base that it shares with the policies ("base").
+    with adapters on a base that it shares with the policies ("base"); with scales in tiles ("mxfp8").
     """
     lora = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False}
     options = {"vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
@@ -462,17 +514,31 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     experts = _with_experts(folder / "experts", experts_checkpoint)
     trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, top_p=0.9, beta=0.04)
     trainer.train()
+    with tiled_kernel():
+        flags = {"vllm_tensor_parallel_size": 2, "fp8_weight_format": "mxfp8", "max_steps": 1}
+        other = make_trainer(folder / "mxfp8", mxfp8_checkpoint, **flags)
+        other.train()
+        mxfp8 = _synced_and_loaded(folder / "mxfp8", other)
+    report = _synced_and_loaded(folder, trainer) | {"experts": experts, "base": base, "mxfp8": mxfp8}
+    report["uneven"] = _with_uneven_prompts(trainer.vllm_generation)
+    return report
+
+
+def _synced_and_loaded(folder: Path, trainer: FP8GRPOTrainer) -> dict:
+    """Sync once more, and report what the engine holds; "fresh": what one holds that loads a checkpoint of it."""
     generation = trainer.vllm_generation
     generation.sync_weights()
     if trainer.accelerator.is_main_process:
         engines.write_checkpoint(folder / "fresh", generation, generation.last_sync.carried.get(KV_SCALES))
-    shape = list(engine_model(generation.llm).model.layers[0].self_attn.qkv_proj.weight.shape)
+    layer = engine_model(generation.llm).model.layers[0]
+    shapes = {"qkv_shape": list(layer.self_attn.qkv_proj.weight.shape)}
+    shapes["down_shape"] = list(layer.mlp.down_proj.weight.shape)
     trainer.accelerator.wait_for_everyone()
-    llm = engines.load(folder / "fresh", trainer.recipe, trainer.vllm_generation.pinned)
+    llm = engines.load(folder / "fresh", trainer.recipe, generation.pinned)
+    trainer.fresh_llm = llm  # its end would be that of the process groups
     fresh = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
-    report = described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts, "base": base}
-    report["uneven"] = _with_uneven_prompts(generation)
-    return report
+    derived = len(generation.engine.layout.derived)
+    return described(trainer) | shapes | {"fresh": fresh, "derived": derived}
 
 
 def _with_uneven_prompts(generation: FP8VLLMGeneration) -> str:
@@ -538,7 +604,7 @@ def make_trainer(
         from peft import LoraConfig
 
         lora = LoraConfig(task_type="CAUSAL_LM", **lora)
-    return FP8GRPOTrainer(
+    trainer = FP8GRPOTrainer(
         model=checkpoint,
         reward_funcs=reward,
         args=arguments(folder / "run", **({"per_device_train_batch_size": 4} | flags)),
@@ -546,6 +612,8 @@ def make_trainer(
         eval_dataset=dataset(4),
         peft_config=lora,
     )
+    TRAINERS.append(trainer)
+    return trainer
 
 
 class Gathers:
@@ -578,8 +646,7 @@ class Gathers:
 
 def engine_digest(llm) -> int:
     """Checksum of everything that the engine's model holds on this rank."""
-    model = engine_model(llm)
-    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.numel()]
+    tensors = [tensor for tensor in without_untiled(engine_model(llm)) if tensor.numel()]
     return digest(torch.stack([digest(tensor) for tensor in tensors])).item()
 
 
@@ -592,9 +659,25 @@ def shard_on_cpu() -> None:
     PartialState._prepare_backend = lambda state, *args: ("gloo", DistributedType.MULTI_GPU)
 
 
-if __name__ == "__main__":
-    if any(os.environ.get(f"ACCELERATE_USE_{kind}") == "true" for kind in ("FSDP", "DEEPSPEED")):
+def run_forked(function: str, folder: Path, options: dict, environment: dict[str, str]) -> None:
+    """Run as a rank in a fork of a process that may have trained: with an accelerate that has seen nothing yet."""
+    os.environ.update(environment)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    forget_choices()
+    run(function, folder, options)
+
+
+def run(function: str, folder: Path, options: dict) -> None:
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         shard_on_cpu()
-    function, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        shard_on_cpu()
+        # It would compile an operator for inference on CPUs first: minutes on two busy cores
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     report = globals()[function](folder, **options)
     (folder / f"rank_{os.environ['RANK']}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3]))

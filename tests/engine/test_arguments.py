@@ -9,10 +9,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig
+from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from testing import tiny_models
+from testing.hub_cache import COMMITS, NAME, write_repository
 from trl_fp8.engine.vllm import platform
 from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platform import Cpu, Cuda, platform_of
@@ -35,6 +37,19 @@ def test_dummy_weights_and_the_recipes_config():
     made = arguments()
     assert made["load_format"] == "dummy" and made["kv_cache_dtype"] == "fp8" and made["dtype"] == "bfloat16"
     assert made["hf_overrides"]["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+
+
+def test_the_engine_is_of_the_policys_commit(checkpoint, tmp_path, monkeypatch):
+    assert "revision" not in arguments()  # nor for a model in a folder
+    folders = [checkpoint("qwen3"), checkpoint("qwen3", intermediate_size=384)]
+    write_repository(folders, tmp_path, monkeypatch)
+    for revision, folder in ((COMMITS[0], folders[0]), (None, folders[1])):
+        config = AutoConfig.from_pretrained(NAME, revision=revision)
+        made = Cpu().arguments(RECIPE, config, max_num_seqs=8, max_model_len=64)
+        of_engine = ModelConfig(NAME, revision=made["revision"]).hf_config
+        assert of_engine.intermediate_size == AutoConfig.from_pretrained(folder).intermediate_size
+        user = Cpu().arguments(RECIPE, config, max_num_seqs=8, max_model_len=64, user={"revision": "main"})
+        assert user["revision"] == "main"
 
 
 def test_attention_is_pinned_to_what_reads_the_scales_anew():
@@ -173,9 +188,9 @@ def test_vllms_compile_cache_is_told_of_adapters_and_of_this_packages_source(mon
     assert len({json.dumps(each) for each in made}) == 4
     (tmp_path / "linear.py").write_text("another kernel")
     monkeypatch.setattr(platform, "__file__", str(tmp_path / "engine" / "vllm" / "platform.py"))
-    platform._source.cache_clear()
+    platform._source_digest.cache_clear()
     assert arguments()["additional_config"] != made[0]
-    platform._source.cache_clear()
+    platform._source_digest.cache_clear()
 
 
 @pytest.mark.parametrize(("capability", "flash"), [((10, 0), 4), ((11, 0), None), ((12, 1), 2), ((13, 0), 4)])

@@ -53,6 +53,15 @@ def test_the_norm_normalizes_the_rounded_sum(rows, columns):
     assert (native != found).float().mean() > 0.05  # vLLM's torch path normalizes the FP32 sum
 
 
+def test_torch_casts_fp64_to_bf16_by_way_of_fp32():
+    """The reference kernels leave it to torch: 1 + 2^-8 + 2^-30 is above a tie in FP64, and the tie itself in FP32."""
+    beside_ties = torch.tensor([1 + 2**-8 + 2**-30, 1 + 2**-8, 1 + 3 * 2**-8 - 2**-30], dtype=torch.float64)
+    rounded = beside_ties.to(torch.bfloat16)
+    assert rounded.tolist() == [1, 1, 1 + 2**-6]
+    assert torch.equal(torch.empty(3, dtype=torch.bfloat16).copy_(beside_ties), rounded)
+    assert torch.equal(beside_ties.float().to(torch.bfloat16), rounded)
+
+
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_gate_weights_are_fp32_numbers_of_bf16_logits(renormalize):
     register_cpu_ops()

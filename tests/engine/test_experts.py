@@ -162,7 +162,7 @@ def test_a_policy_that_follows_routes_as_the_engine_does(architecture, checkpoin
     hook, scales = calibrated(generation, PROMPTS)
     hook.simulate(scales.values)
     sequences, theirs = sampled(generation)
-    rollout = engines.part_of(generation, RouteLog).of(sequences)
+    rollout = engines.part_of(generation, RouteLog).notes_on(sequences)
     replay = RouterReplay(generation.model)
     forward = follow(generation, hook)
     routes = _left_padded(rollout, sequences, replay)
@@ -186,7 +186,7 @@ def test_a_policy_that_follows_routes_as_the_engine_does(architecture, checkpoin
     away, (known, used, chosen) = scored_with(others, replay=True)
     assert used == known > 2 * chosen and (away - own).abs().mean() > 1e-3
     assert (
-        len(engines.part_of(generation, RouteLog).of(sequences)[0]) == len(sequences[0]) - 1
+        len(engines.part_of(generation, RouteLog).notes_on(sequences)[0]) == len(sequences[0]) - 1
     )  # the engine took no note of all this
 
 

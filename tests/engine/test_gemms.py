@@ -422,6 +422,14 @@ def test_a_hosts_own_nvcc_is_left_alone(place, cuda_hosts, tmp_path, monkeypatch
     assert "CUDA_HOME" not in os.environ and "NVCC_APPEND_FLAGS" not in os.environ
 
 
+def test_flashinfer_that_vllm_does_not_take_is_named_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(gemms, "find_spec", lambda name: name == "flashinfer")
+    monkeypatch.setattr(gemms, "has_flashinfer", lambda: False)
+    gemm = Gemm("flashinfer_cutlass", FORMATS["mxfp8"], "pow2", torch.device("cpu"), tiny_models.config())
+    with pytest.raises(ValueError, match=r"only if nvcc.* on PATH before .*site-packages/nvidia/cu13/bin"):
+        gemm.kernel_and_layer((256, 128))
+
+
 def test_nvcc_is_found_before_deep_gemm_is_imported(cuda_hosts, monkeypatch):
     site, install = cuda_hosts
     install(site / "nvidia" / "cu13" / "bin")

@@ -117,11 +117,11 @@ def test_an_engine_that_slept_samples_as_before(checkpoint):
     generation.sync_weights()
     generation.llm.keep_weights = True  # level 1: weights in host memory
     first, sync = generation.generate(engines.PROMPTS, None, 1), generation.last_sync
-    assert generation.llm.weights_kept
+    assert generation.llm.asleep_with_weights
     assert generation.generate(engines.PROMPTS, None, 1) == first and generation.last_sync is sync
     generation.llm.keep_weights = False  # level 2: weights discarded
     assert generation.generate(engines.PROMPTS, None, 1) == first and generation.last_sync is sync
-    assert not generation.llm.weights_kept
+    assert not generation.llm.asleep_with_weights
     assert generation.generate(engines.PROMPTS, None, 1) == first and generation.last_sync is not sync
     generation.llm.wake_up()
     engines.shutdown(generation.llm)
@@ -201,7 +201,7 @@ def test_vllm_returns_the_experts_of_every_token(checkpoint):
     generation = engines.start(folder, engine_kwargs=COMPILED, **options)
     generation.sync_weights()
     sequences = sample(generation)
-    found = engines.part_of(generation, RouteLog).of(sequences)
+    found = engines.part_of(generation, RouteLog).notes_on(sequences)
     assert [rows.shape for rows in found] == [(len(tokens) - 1, 2, 2) for tokens in sequences]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert agreement(model, sequences, found) > 0.9

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_fp8.engine.vllm.cpu.reference_attention import _see_whole
-from trl_fp8.engine.vllm.generation import leave_image_tokens, require_awake, require_same_prompts
+from trl_fp8.engine.vllm.cpu.reference_attention import _unmask_images
+from trl_fp8.engine.vllm.generation import leave_image_tokens, require_same_prompts, require_sleep_supported
 
 
 IMAGE, TEXT = 64, 5
@@ -44,13 +44,13 @@ def test_prompts_that_an_engine_changed_are_named():
 def test_tokens_of_an_image_see_all_of_it(first):
     """Positions 1 - 2 and 4 - 5 are images; queries begin at `first`, as where a prefix was cached."""
     seen = torch.ones(7, 7).tril().bool()[first:]
-    _see_whole([(1, 2), (4, 5)], seen, first)
+    _unmask_images([(1, 2), (4, 5)], seen, first)
     expected = [[key <= query or (query, key) in ((1, 2), (4, 5)) for key in range(7)] for query in range(first, 7)]
     assert seen.tolist() == expected
 
 
 def test_a_model_that_a_sleep_would_break_is_refused():
-    require_awake(SimpleNamespace(vision_config=SimpleNamespace()))
+    require_sleep_supported(SimpleNamespace(vision_config=SimpleNamespace()))
     deep = SimpleNamespace(model_type="qwen3_vl", vision_config=SimpleNamespace(deepstack_visual_indexes=[8]))
     with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True with a model of type 'qwen3_vl'"):
-        require_awake(deep)
+        require_sleep_supported(deep)

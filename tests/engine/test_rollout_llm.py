@@ -19,8 +19,9 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from testing import engines
-from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
+from trl_fp8.engine.vllm.rollout_llm import RolloutLLM, Weights
 from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
+from trl_fp8.sync.records import Occasion
 from trl_fp8.upstream.versions import installed_vllm
 
 
@@ -110,21 +111,37 @@ def test_shared_weights_never_sleep_again(made):
     llm.sleep(level=2)
     llm.share_weights()
     executor, scheduler = llm.core.model_executor, llm.core.scheduler
-    assert executor.level == 2 and not llm.weights_kept
+    assert executor.level == 2 and not llm.asleep_with_weights
     for tags in ["weights"], ["weights"], ["kv_cache"]:  # a sync before the first sleep may be repeated
         llm.wake_up(tags)
     assert scheduler.pause_state == PauseState.UNPAUSED
     for _ in range(2):
         scheduler.finished_req_ids.add("another rollout")
         llm.sleep(level=2)
-        assert executor.sleeping_tags == {"kv_cache"} and llm.weights_kept
+        assert executor.sleeping_tags == {"kv_cache"} and llm.asleep_with_weights
         assert scheduler.pause_state != PauseState.UNPAUSED
         for tags in ["weights"], ["weights"], ["kv_cache"]:
             llm.wake_up(tags)
-            assert not llm.weights_kept
+            assert not llm.asleep_with_weights
         assert scheduler.pause_state == PauseState.UNPAUSED
     once = [("discard", ("kv_cache",)), ("wake_up", ["kv_cache"])]
     assert executor.happened == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), *once, *once]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("keep_weights", [False, True])
+def test_a_pause_leaves_weights_and_cache_where_they_are(keep_weights, shared, made):
+    llm = made()
+    llm.keep_weights = keep_weights
+    if shared:
+        llm.share_weights()
+    llm.sleep(level=0)
+    executor, scheduler = llm.core.model_executor, llm.core.scheduler
+    assert scheduler.pause_state != PauseState.UNPAUSED
+    assert executor.level is None and not executor.sleeping_tags and executor.happened == []
+    assert llm._place is Weights.AWAKE and not llm.asleep_with_weights
+    llm.wake_up(["scheduling"])
+    assert scheduler.pause_state == PauseState.UNPAUSED
 
 
 def test_weights_that_sleep_when_they_become_shared_are_not_taken_for_kept(made):
@@ -133,7 +150,7 @@ def test_weights_that_sleep_when_they_become_shared_are_not_taken_for_kept(made)
     llm.share_weights()
     with pytest.raises(RuntimeError, match="requires all executor memory to be resident"):
         llm.sleep(level=2)
-    assert not llm.weights_kept
+    assert not llm.asleep_with_weights
 
 
 @pytest.mark.engine
@@ -157,7 +174,7 @@ def test_an_engine_that_has_generated_frees_its_cache_alone(ahead, checkpoint, m
     assert core.scheduler.has_requests() and bool(core.batch_queue) is ahead
     for _ in range(2):
         llm.sleep(level=2)
-        assert llm.weights_kept and core.model_executor.sleeping_tags == {"kv_cache"}
+        assert llm.asleep_with_weights and core.model_executor.sleeping_tags == {"kv_cache"}
         llm.wake_up(["kv_cache"])
         assert engines.log_probs(llm) == first
     assert happened == 2 * [("discard", "kv_cache"), ("wake_up", "kv_cache")]
@@ -195,14 +212,14 @@ def test_ranks_of_one_engine_draw_the_same_whatever_rewards_drew(made):
     for generation in range(3):
         for rank, llm in enumerate(ranks):
             np.random.rand(1 + 5 * rank), torch.rand(1 + 5 * rank)  # a reward function
-            llm.occasion = 7, generation // 2, 1
+            llm.occasion = Occasion(7, generation // 2, 1)
             drawn.append(tuple(llm.generate(PROMPTS)))
     assert drawn[0::2] == drawn[1::2]
     assert no_repeats(drawn[0::2])  # no generation repeats another
     others = []
     for rank, seed in ((4, 7), (3, 8)):  # another group of ranks, another run
         llm = made(seed=rank)
-        llm.occasion = seed, 0, 1
+        llm.occasion = Occasion(seed, 0, 1)
         others.append(llm.generate(PROMPTS))
     assert no_repeats([*drawn[0::2], *others])
 
@@ -216,11 +233,11 @@ def no_repeats(generations):
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(made):
     whole, resumed = made(seed=1), made(seed=1)
     for step in range(3):
-        whole.occasion = 7, step, 0
+        whole.occasion = Occasion(7, step, 0)
         evaluated = whole.generate(PROMPTS)  # before the checkpoint
-        whole.occasion = 7, step, 1
+        whole.occasion = Occasion(7, step, 1)
         drawn = whole.generate(PROMPTS)
-    resumed.occasion = 7, 2, 1
+    resumed.occasion = Occasion(7, 2, 1)
     assert resumed.generate(PROMPTS) == drawn != evaluated
 
 
@@ -234,7 +251,7 @@ def test_the_users_random_numbers_are_not_touched(made):
     np.random.seed(7)
     torch.manual_seed(7)
     llm, found = made(), []
-    llm.occasion = 7, 0, 1
+    llm.occasion = Occasion(7, 0, 1)
     for _ in range(2):
         found.append(both())
         llm.generate(PROMPTS)
@@ -242,3 +259,16 @@ def test_the_users_random_numbers_are_not_touched(made):
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.generate(PROMPTS, broken=True)
     assert found == expected
+
+
+def test_generators_of_other_devices_of_the_process_are_not_touched(made, monkeypatch):
+    """Nothing restores them: only the CPU's generator and that of the current GPU are seeded."""
+    seeded = []
+    for module in (torch.cuda, torch.mps, torch.xpu):
+        for name in ("manual_seed_all", "manual_seed"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda seed, name=name: seeded.append(name))
+    llm = made(seed=1)
+    llm.occasion = 1, 0, 1
+    llm.generate(["a prompt"])
+    assert seeded == ([] if not torch.cuda.is_available() else ["manual_seed"])

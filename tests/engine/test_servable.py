@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import other_models
-from trl_fp8.engine.vllm.environment import classes_derived, configs_kept
+from trl_fp8.engine.vllm.environment import configs_restored, policy_class_unchanged
 from trl_fp8.engine.vllm.layout import _dealt, _joined, engine_layout
 from trl_fp8.engine.vllm.platform import Cpu
 from trl_fp8.export.export import published
@@ -86,7 +86,7 @@ def parallel_state():
     """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
     with (
         Cpu().ready(FP8Recipe((), kv_cache_dtype="auto")),
-        configs_kept(),
+        configs_restored(),
         pytest.MonkeyPatch.context() as patch,
         set_current_vllm_config(VllmConfig()),
         socket.socket() as free,
@@ -112,9 +112,9 @@ def built(policy, folder):
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
     arguments = Cpu().arguments(recipe, policy.config, **sizes)
     arguments = {"model": str(folder), "skip_tokenizer_init": True, "model_impl": "vllm"} | sizes | arguments
-    with configs_kept():
+    with configs_restored():
         config = EngineArgs(**arguments).create_engine_config()
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), classes_derived(recipe):
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), policy_class_unchanged(recipe):
         return recipe, initialize_model(vllm_config=config, model_config=config.model_config), config
 
 

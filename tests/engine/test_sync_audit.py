@@ -85,7 +85,7 @@ class TestFullTraining:
         assert len(audit._digests) == len(list(trainer.model.parameters()))
 
     def test_a_dropped_tensor_is_named_alone(self, trainer, audit):
-        with pytest.raises(RuntimeError, match="and is what the sync before sent") as error:
+        with pytest.raises(RuntimeError, match="and still has the values of the sync before") as error:
             sending(trainer, lambda tensors: ((n, t) for n, t in tensors if n != NORM))
         assert named(error) == [NORM]
 
@@ -103,7 +103,7 @@ class TestFullTraining:
     def test_a_policy_one_step_old_is_named(self, trainer, audit):
         trainer.vllm_generation.sync_weights()
         before = {name: tensor.clone() for name, tensor in trainer.vllm_generation.model.state_dict().items()}
-        with pytest.raises(RuntimeError, match="and is what the sync before sent") as error:
+        with pytest.raises(RuntimeError, match="and still has the values of the sync before") as error:
             sending(trainer, lambda tensors: ((n, before[n]) for n, _ in tensors))
         assert "step 2: 25 tensors" in str(error.value) and "and 13 more" in str(error.value)
 

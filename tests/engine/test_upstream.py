@@ -31,7 +31,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from trl_fp8.engine.vllm.cpu import reference_attention as cpu_attention
 from trl_fp8.engine.vllm.cpu import reference_linear as cpu_kernel
-from trl_fp8.engine.vllm.environment import configs_kept
+from trl_fp8.engine.vllm.environment import configs_restored
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.features.correction.correction_flags import CHANGING_ENGINE_KWARGS, LOWEST_TEMPERATURE
@@ -45,7 +45,7 @@ from trl_fp8.upstream.vllm import forget_choices
 
 def test_an_engine_leaves_the_configs_of_transformers_alone():
     config_class = CONFIG_MAPPING["kimi_linear"]
-    with configs_kept():
+    with configs_restored():
         vllm_config._register_config_class("kimi_linear", vllm_config._CONFIG_REGISTRY["kimi_linear"])
         assert not isinstance(AutoConfig.for_model("kimi_linear"), config_class)
     assert CONFIG_MAPPING["kimi_linear"] is config_class
@@ -68,9 +68,9 @@ def resolved(target):
 
 def has(owner, name):
     """Whether a module or class has a name, or the code of its module, or of a base class, gives it to objects."""
-    modules = {cls.__module__ for cls in getattr(owner, "__mro__", ())} - {"builtins"}
+    modules = {cls.__module__ for cls in getattr(owner, "__mro__", ())} - {"builtins", "pybind11_builtins"}
     modules = [sys.modules[name] for name in modules] or [owner]
-    modules = [module for module in modules if module.__spec__]  # a namespace of operators has no code
+    modules = [module for module in modules if module.__spec__]  # a namespace of operators, or of C++, has no code
     given = re.compile(rf"\.{name}\b|[\"']{name}[\"']")
     return hasattr(owner, name) or any(given.search(inspect.getsource(module)) for module in modules)
 

@@ -1,9 +1,14 @@
 """What a server does when something goes wrong: real processes, one forked server."""
 
+import copy
 import gc
+import hashlib
+import itertools
 import os
+import re
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +18,11 @@ import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from testing import forked_server
-from testing.staged_trainer import StagedTrainer
-from trl_fp8.engine.vllm_server import plugin
+from testing.staged_trainer import StagedTrainer, with_changed_patch
+from trl_fp8.engine.vllm_server import broadcast, guard, plugin, transports
 from trl_fp8.engine.vllm_server.client import Control, ServerGone
-from trl_fp8.engine.vllm_server.staging import StagedTensors, StagingFile
+from trl_fp8.engine.vllm_server.staging import StagingFile
+from trl_fp8.sync.pieces import Piece
 
 
 pytestmark = pytest.mark.engine
@@ -35,22 +41,22 @@ def no_pause(folder: str) -> Path:
 
 
 def plant_faults(folder: str):
-    """Return what makes workers fail at the 20th tensor, or vLLM not pause, while the files above exist."""
+    """Return what makes workers fail in the middle of a policy, or vLLM not pause, while the files above exist."""
 
     def plant() -> None:
         plugin.register()  # vLLM may call it more than once
-        read, pause = StagedTensors.__getitem__, AsyncLLM.pause_generation
+        of_sent, pause = Piece.of_sent, AsyncLLM.pause_generation
 
-        def failing(self, name: str) -> torch.Tensor:
-            if fault(folder).exists() and list(self).index(name) == 20:
+        def failing(self, tensor: torch.Tensor) -> torch.Tensor:
+            if fault(folder).exists() and self.name == "model.norm.weight":
                 raise OSError("planted")
-            return read(self, name)
+            return of_sent(self, tensor)
 
         async def pause_generation(self, **options) -> None:
             if not no_pause(folder).exists():
                 await pause(self, **options)
 
-        StagedTensors.__getitem__, AsyncLLM.pause_generation = failing, pause_generation
+        Piece.of_sent, AsyncLLM.pause_generation = failing, pause_generation
 
     return plant
 
@@ -65,6 +71,12 @@ def server(checkpoint, tmp_path_factory):
 @pytest.fixture(scope="module")
 def trainer(server):
     return StagedTrainer(server, seed=1)
+
+
+@pytest.fixture(scope="module")
+def broadcaster(server, trainer, tmp_path_factory):
+    """Return a trainer of the same policy, which it broadcasts. Its files the server does not see."""
+    return StagedTrainer(server, seed=1, folder=str(tmp_path_factory.mktemp("far")), transport="broadcast")
 
 
 def processes(group: int) -> list[int]:
@@ -86,7 +98,7 @@ def target_of(link: Path) -> str:
         return ""
 
 
-def ask(server, timeout: float = 30) -> httpx.Response:
+def ask(server, timeout: float = 120) -> httpx.Response:
     body = {"model": server.model, "prompt": [PROMPT], "max_tokens": 4, "temperature": 0.0, "logprobs": 1}
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=timeout)
 
@@ -104,7 +116,11 @@ def test_nothing_is_sampled_before_the_first_policy(server):
 
 
 @pytest.mark.parametrize(
-    "path", ["start_weight_update", "collective_rpc", "resume", "pause?mode=keep", "reset_prefix_cache"]
+    "path",
+    [
+        *("start_weight_update", "collective_rpc", "resume", "pause?mode=keep", "reset_prefix_cache"),
+        "fp8_upload?kind=whole&offset=0&size=4",
+    ],
 )
 def test_a_stranger_changes_nothing(server, path):
     for headers in ({}, {"Authorization": "Bearer wrong"}):
@@ -138,8 +154,8 @@ def test_requests_wait_for_the_audit(server, trainer):
     trainer.sync()
     no_pause(server.folder).touch()
     try:
-        trainer.engine.begin()
-        trainer.engine.push()
+        trainer.server.begin()
+        trainer.push()
         assert ask(server).status_code == 503
         trainer.engine.reset_prefix_cache()
         assert ask(server).status_code == 200
@@ -150,7 +166,8 @@ def test_requests_wait_for_the_audit(server, trainer):
 def test_a_trainer_that_dies_in_an_update_leaves_a_server_for_the_next(server, trainer):
     trainer.sync()
     before = log_probs(server)
-    trainer.engine.begin()  # and dies
+    trainer.server.begin()  # and dies
+    assert [state["version"] for state in trainer.control.rpc("fp8_state")] == [-1]
     assert ask(server).status_code == 503
     with pytest.raises(RuntimeError, match="409.*does not follow an update that is open"):
         trainer.control.resume()
@@ -176,13 +193,13 @@ def test_a_request_that_vllm_holds_is_gone_when_its_update_is_abandoned(server, 
     answers = []
     for _ in range(20):  # until an update begins while vLLM computes
         trainer.sync()
+        before = metric(server, 'vllm:request_success_total "length"')
         answers.clear()
         asking = threading.Thread(target=lambda: answers.append(httpx.post(url, json=body, timeout=60)))
         asking.start()
         while not unfinished(server) and asking.is_alive():
             pass
-        finished = metric(server, 'vllm:request_success_total "length"')
-        trainer.engine.begin()  # and dies
+        trainer.server.begin()  # and dies
         asking.join(30)
         assert answers, "the request waits for a trainer that is gone"
         if answers[0].status_code == 503:
@@ -190,16 +207,17 @@ def test_a_request_that_vllm_holds_is_gone_when_its_update_is_abandoned(server, 
     assert answers[0].status_code == 503
     trainer.sync()
     assert ask(server).status_code == 200
-    assert metric(server, 'vllm:request_success_total "length"') == finished + 1, "vLLM went on with the request"
+    finished = metric(server, 'vllm:request_success_total "length"') - before - 1  # of the request's completions
+    assert finished < body["n"], "vLLM went on with the request"
     assert unfinished(server) == 0
 
 
 def test_an_update_is_of_one_trainer_from_pause_to_resume(server, trainer):
     trainer.sync()
     second = StagedTrainer(server, seed=7)
-    second.engine._connect()
-    trainer.engine.begin()
-    second.engine.begin()  # as after the death of the first
+    second.server.connect(second.engine.next_push(), 0)
+    trainer.server.begin()
+    second.server.begin()  # as after the death of the first
     for call in (
         trainer.control.start_weight_update,
         lambda: trainer.control.update_weights({}),
@@ -208,7 +226,7 @@ def test_an_update_is_of_one_trainer_from_pause_to_resume(server, trainer):
     ):
         with pytest.raises(RuntimeError, match="409.*another trainer has paused this server"):
             call()
-    second.engine.push()
+    second.push()
     with pytest.raises(RuntimeError, match="409.*another trainer"):
         trainer.control.resume()
     second.engine.reset_prefix_cache()
@@ -225,15 +243,18 @@ def test_calls_without_an_open_update_are_refused_before_a_worker_raises(server,
         with pytest.raises(RuntimeError, match="409.*does not follow an update that is none"):
             call()
     trainer.delivery.verify()
-    trainer.engine.begin()
+    trainer.server.begin()
     with pytest.raises(RuntimeError, match="409.*/start_weight_update does not follow an update that is open"):
         trainer.control.start_weight_update()
     trainer.sync()
 
 
-def test_a_worker_that_fails_says_so_and_the_next_sync_is_whole(server, trainer):
+@pytest.mark.parametrize("transport", ["auto", "broadcast"])
+def test_a_worker_that_fails_says_so_and_the_next_sync_is_whole(transport, server, trainer, broadcaster):
+    trainer = trainer if transport == "auto" else broadcaster
     trainer.sync()
     before = log_probs(server)
+    trainer.server.proven = None  # the file is read for a whole policy
     fault(server.folder).touch()
     try:
         with pytest.raises(RuntimeError, match="worker 0: OSError: planted"):
@@ -247,17 +268,159 @@ def test_a_worker_that_fails_says_so_and_the_next_sync_is_whole(server, trainer)
     assert log_probs(server) == before
 
 
+PATCHES = {  # what becomes of a patch on its way, what the trainer says, and the versions that it sends
+    "arrives": (lambda update: [update], "", 1),
+    "repeated": (lambda update: [update, update], "", 1),
+    "lost": (lambda update: [], "holds versions", 2),
+    "reordered": (
+        lambda update: [update | {"patch": update["patch"] | {"base": update["version"] - 2}}],
+        r"RuntimeError: the patch changes version \d+, and this worker holds version \d+",
+        2,
+    ),
+    "truncated": (with_changed_patch(lambda body: body[:-1]), r"ValueError: .* has \d+ bytes instead of \d+", 2),
+    "tampered": (
+        with_changed_patch(lambda body: body[:-1] + bytes([body[-1] ^ 1])),
+        "ValueError: the patch does not have",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("change, message, pushes", PATCHES.values(), ids=PATCHES)
+def test_whatever_becomes_of_a_patch_the_server_is_whole_after_the_sync(
+    change, message, pushes, server, trainer, monkeypatch, caplog
+):
+    trainer.sync()
+    version = trainer.engine.version
+    update_weights = trainer.control.update_weights
+
+    def on_its_way(update):
+        for each in change(update) if "patch" in update else [update]:
+            update_weights(each)
+
+    monkeypatch.setattr(trainer.control, "update_weights", on_its_way)
+    trainer.step()
+    trainer.sync()
+    assert re.search(message, caplog.text), caplog.text
+    assert trainer.engine.version == version + pushes and (trainer.server.patch is None) == (pushes == 2)
+    found = log_probs(server)
+    monkeypatch.undo()
+    trainer.server.proven = None  # all of it again
+    trainer.sync()
+    assert trainer.server.patch is None and log_probs(server) == found
+
+
+def test_a_patch_of_a_trainer_with_a_checksum_of_its_own_fails_the_audit(server, trainer, monkeypatch):
+    trainer.sync()
+    update_weights = trainer.control.update_weights
+
+    def on_its_way(update):
+        with_changed_patch(lambda body: body[:-1] + bytes([body[-1] ^ 1]))(update)
+        body = Path(update["patch"]["file"]).read_bytes()
+        update_weights(update | {"patch": update["patch"] | {"sha256": hashlib.sha256(body).hexdigest()}})
+
+    monkeypatch.setattr(trainer.control, "update_weights", on_its_way)
+    trainer.step()
+    with pytest.raises(RuntimeError, match="1 tensors hold other bytes than were sent"):
+        trainer.sync()
+    monkeypatch.undo()
+    assert ask(server).status_code == 503
+    trainer.sync()
+    assert trainer.server.patch is None and ask(server).status_code == 200
+
+
+CHUNKS = {  # what becomes of the second chunk of all on its way, and what the trainer says
+    "repeated": (lambda *chunk: [chunk, chunk], "409.*a chunk at byte 50000 does not continue"),
+    "lost": (lambda *chunk: [], "409.*a chunk at byte 100000 does not continue"),
+}
+
+
+@pytest.mark.parametrize("change, message", CHUNKS.values(), ids=CHUNKS)
+def test_a_trainer_whose_files_the_server_does_not_see_sends_them_in_http_bodies(
+    change, message, server, trainer, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(transports, "MAX_CHUNK_BYTES", 50_000)
+    trainer.sync()
+    found = log_probs(server)
+    far = StagedTrainer(server, seed=1, folder=str(tmp_path))
+    far.model.load_state_dict(trainer.model.state_dict())
+    assert far.server.transport.name.startswith("HTTP bodies, because")
+    upload, count = far.control.upload, itertools.count(1)
+
+    def on_its_way(*chunk):
+        path = ""
+        for each in change(*chunk) if next(count) == 2 else [chunk]:
+            path = upload(*each)
+        return path
+
+    monkeypatch.setattr(far.control, "upload", on_its_way)
+    far.sync()
+    assert next(count) > 5 and re.search(message, caplog.text), caplog.text
+    assert log_probs(server) == found
+    far.step()
+    far.sync()
+    assert far.server.patch is not None
+    found = log_probs(server)
+    far.server.proven = None  # all of it again
+    far.sync()
+    assert far.server.patch is None and log_probs(server) == found
+    assert len(list(Path(server.folder).glob("trl_fp8_*"))) == 2  # that of `trainer`, and all of this one's policy
+    trainer.sync()
+    assert len(list(Path(server.folder).glob("trl_fp8_*"))) == 1
+
+
+def test_broadcasts_bring_what_files_bring(server, trainer, broadcaster, monkeypatch):
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 20_000)  # less than the largest tensor
+    sizes = [held.nbytes for held in broadcaster.engine.layout.held.values()]
+    assert 20_000 < max(sizes) < sum(sizes) / 5
+    policies, found = [], {}
+    for _ in range(2):
+        trainer.step(1e-2)  # too much for a patch
+        policies.append(copy.deepcopy(trainer.model.state_dict()))
+    for each in (trainer, broadcaster):
+        found[each] = []
+        for policy in policies:
+            each.model.load_state_dict(policy)
+            each.sync()
+            assert each.server.patch is None
+            found[each].append((each.control.rpc("fp8_state")[0]["arrived"], log_probs(server)))
+    assert found[broadcaster] == found[trainer] and found[trainer][0] != found[trainer][1]
+    broadcaster.step()
+    broadcaster.sync()
+    assert broadcaster.server.patch is not None and log_probs(server) != found[trainer][1][1]
+
+
+def test_an_update_that_a_server_refuses_does_not_hang_its_trainer(server, trainer, broadcaster):
+    broadcaster.sync()
+    broadcaster.server.distrust()
+    start = time.monotonic()
+    push = broadcaster.engine.next_push()
+    broadcaster.server.connect(push, 0)
+    trainer.server.begin()  # another trainer takes the server
+    broadcaster.server.patch = None
+    with pytest.raises(RuntimeError, match="409.*another trainer"), broadcaster.server.sent(push) as sent:
+        broadcaster.server.push(push, sent)
+    assert time.monotonic() - start < 10
+    trainer.sync()
+
+
 def test_foreign_files_are_not_read(server, trainer, tmp_path):
     elsewhere = StagingFile(str(tmp_path), {"a": ("float32", [1])})
     link = Path(server.folder) / "link"
     link.symlink_to("/etc/hostname")
-    outside = {"path": elsewhere.path, "table": elsewhere.table}
-    for refused in (outside, {"path": str(link), "table": {}}, {"path": 3}, {"unknown": 1}):
-        trainer.control.init_weight_transfer_engine(refused)
+    outside = {"file": elsewhere.path}
+    trainer.control.init_weight_transfer_engine({"trainer": "a", "table": elsewhere.table})
+    for refused in (outside, {"file": str(link)}, {"file": 3}, {"unknown": 1}, {"broadcast": {}}, {}, None):
+        trainer.server.begin()
+        trainer.control.update_weights({"trainer": "a", "version": 10**6, "whole": refused})
         [state] = trainer.control.rpc("fp8_state")
         assert state["error"], refused
         if refused is outside:
             assert "the only folder that this server reads" in state["error"]
+    for refused in ({"trainer": "a"}, {"unknown": 1}):
+        trainer.control.init_weight_transfer_engine(refused)
+        [state] = trainer.control.rpc("fp8_state")
+        assert state["error"], refused
     link.unlink()
     trainer.sync()
     trainer.delivery.verify()
@@ -298,21 +461,56 @@ def test_answers_of_other_questions_are_noticed(server, trainer):
         trainer.control.rpc("fp8_describe", 1, 2)
 
 
-def test_a_server_that_is_killed_and_started_again_takes_the_next_sync(server, trainer):
+def test_a_server_that_is_killed_in_a_broadcast_and_started_again_takes_the_next_sync(
+    server, broadcaster, monkeypatch
+):
     """Last: the module's server is another process afterwards."""
-    trainer.sync()
+    broadcaster.sync()
     before = log_probs(server)
-    trainer.engine.begin()
-    server.end(signal.SIGKILL)
+    broadcaster.server.distrust()
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", 20_000)
+    send, sent = broadcast.GlooGroup.broadcast, itertools.count(1)
+
+    def killing(group, tensor):
+        if next(sent) == 3:
+            os.killpg(server.pid, signal.SIGKILL)
+        send(group, tensor)
+
+    monkeypatch.setattr(broadcast.GlooGroup, "broadcast", killing)
+    start = time.monotonic()
     with pytest.raises(ServerGone, match="does not answer /update_weights"):
-        trainer.engine.push()
+        broadcaster.engine.arrive()
+    assert time.monotonic() - start < 20 and next(sent) > 3
+    monkeypatch.undo()
+    server.end(signal.SIGKILL)
     again = forked_server.start(server.model, Path(server.folder), wait=WAIT, port=server.port)
     server.pid = again.pid
     assert ask(server).status_code == 503
-    trainer.sync()
+    broadcaster.sync()
     assert log_probs(server) == before
 
 
 def test_no_server_is_an_error_that_says_how_to_start_one():
     with pytest.raises(ServerGone, match="trl-fp8 serve"):
         Control("http://127.0.0.1:9", token="").wait_until_up(0)
+
+
+def test_an_engine_that_hangs_behind_a_healthy_server_is_named(checkpoint, tmp_path):
+    def plant() -> None:
+        guard.ENGINE_SECONDS = 3.0
+
+    with forked_server.running(checkpoint("qwen3"), tmp_path / "staged", plant=plant) as server:
+        StagedTrainer(server, seed=1).sync()
+        assert ask(server).status_code == 200
+        engine = [pid for pid in processes(server.pid) if pid != server.pid]
+        for pid in engine:
+            os.kill(pid, signal.SIGSTOP)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        answer = ask(server)
+        assert answer.status_code == 504 and "it hangs, although /health answers. Look at the log" in answer.text
+        control = Control(server.url, timeout=0.5, token=server.token)
+        with pytest.raises(ServerGone, match=rf"{server.url} has not answered /collective_rpc for 0.5 seconds.*hangs"):
+            control.rpc("fp8_instance")
+        for pid in engine:
+            os.kill(pid, signal.SIGCONT)
+        assert ask(server).status_code == 200

@@ -10,113 +10,14 @@ import torch
 
 from testing import tiny_models
 from testing.engines import perturb, some_scales
+from testing.fake_server import Server
 from testing.staged_trainer import SomeScales
-from trl_fp8.engine.vllm_server.numbers import numbers_of
 from trl_fp8.engine.vllm_server.staged_engine import StagedEngine
-from trl_fp8.engine.vllm_server.staging import opened
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.recipe import recipe_for_model
-from trl_fp8.sync.delivery import InPlaceDelivery
+from trl_fp8.sync.delivery import InPlaceDelivery, TensorGroup
 from trl_fp8.sync.weight_stream import weight_stream
-
-
-class Worker:
-    """A worker that holds whole tensors."""
-
-    def __init__(self, instance):
-        self.instance, self.tensors, self.arrived, self.parts = instance, {}, {}, {}
-        self.version, self.error, self.scales, self.staged = -1, "", None, {}
-        self.constants = "5"
-
-    def read(self, update):
-        self.arrived = {name: digest(tensor).item() for name, tensor in self.staged.items()}
-        self.parts = dict(self.arrived)
-        self.tensors = {name: tensor.clone() for name, tensor in self.staged.items()}
-        self.scales = update["kv_scales"]
-
-    def state(self):
-        now = {name: digest(tensor).item() for name, tensor in self.tensors.items()}
-        return {
-            "instance": self.instance,
-            "version": self.version,
-            "error": self.error,
-            "arrived": {name: str(each) for name, each in self.arrived.items()},
-            "differ": [name for name in now if now[name] != self.parts[name]],
-            "constants": [self.constants],
-            "kv_scales": self.scales,
-            "kv_wrong": "",
-        }
-
-
-class Server:
-    """A `Control` and the server behind it, with two workers. `fail` (call -> error) raises once."""
-
-    base_url = "http://server"
-
-    def __init__(self, policy, recipe):
-        self.calls, self.fail, self.resets = [], {}, True
-        self.tensors = {recipe.engine_name(name): "bfloat16" for name, _ in policy.named_parameters()}
-        for name in recipe.fp8_tensors:
-            self.tensors |= {recipe.engine_name(name): "float8_e4m3fn", recipe.scale_name(name): "float32"}
-        self.numbers = numbers_of(policy.config)
-        self.changed = {}  # of what the workers describe
-        self.fp8_cache = []
-        if recipe.fp8_kv_cache:
-            layers = range(policy.config.num_hidden_layers)
-            self.fp8_cache = [layer for layer in layers if layer not in recipe.kv_cache_skip_layers]
-        self.start("a")
-
-    def start(self, instance):
-        self.workers = [Worker(instance + "0"), Worker(instance + "1")]
-
-    def called(self, name):
-        self.calls.append(name)
-        if name in self.fail:
-            raise self.fail.pop(name)
-
-    def wait_until_up(self, seconds):
-        self.called("wait_until_up")
-
-    def rpc(self, method, *args):
-        self.called(method)
-        if method == "fp8_state":
-            return [worker.state() for worker in self.workers]
-        described = {"kernels": {"Kernel": 14}, "linears": None, "query_rounded": False, "derived": []}
-        described |= {"fp8_cache": self.fp8_cache, "context": 64, "numbers": self.numbers} | self.changed
-        return [{"instance": worker.instance, "tensors": self.tensors} | described for worker in self.workers]
-
-    def init_weight_transfer_engine(self, init_info):
-        self.called("init")
-        self.init = init_info
-        for worker in self.workers:
-            worker.staged = opened(init_info["path"], init_info["table"])
-
-    def start_weight_update(self):
-        self.called("start")
-        for worker in self.workers:
-            worker.version = -1
-
-    def update_weights(self, update):
-        self.called("update")
-        self.version = update["version"]
-        for worker in self.workers:
-            worker.read(update)
-
-    def finish_weight_update(self, weight_version):
-        self.called("finish")
-        for worker in self.workers:
-            worker.version = self.version
-
-    def pause(self):
-        self.called("pause")
-
-    def resume(self):
-        self.called("resume")
-
-    def reset_prefix_cache(self):
-        self.called("reset")
-        return self.resets
 
 
 SCALE = "model.layers.0.mlp.down_proj.weight_scale_inv"
@@ -135,7 +36,7 @@ def server(policy):
 
 @pytest.fixture
 def engine(policy, server, tmp_path):
-    return StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), patience=1)
+    return StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), patience=1)
 
 
 @pytest.fixture
@@ -163,10 +64,41 @@ def test_each_worker_holds_the_quantized_policy_and_its_scales_after_each_sync(p
                 assert torch.equal(tensor.float(), expected[name].to(tensor.dtype).float()), name
 
 
-def test_what_is_written_on_a_device_is_copied_to_the_file_before_the_pause(policy, server, tmp_path, monkeypatch):
-    recipe = recipe_for_model(policy)
-    engine = StagedEngine(server, policy, recipe, str(tmp_path), 1, torch.device("cpu"))
-    delivery = InPlaceDelivery(engine, policy, recipe, carried=SomeScales(engine.kv_scales(), 2))
+def test_what_is_staged_once_arrives_with_the_first_sync_and_is_audited_with_each(policy, server, engine):
+    name, writes = "model.norm.weight", []
+
+    def frozen_tensors():
+        writes.append(name)
+        return nullcontext([(name, policy.get_parameter(name))])
+
+    def trained_tensors():
+        return nullcontext(each for each in policy.named_parameters() if each[0] != name)
+
+    frozen = TensorGroup(engine.layout.part({name}), frozen_tensors)
+    delivery = InPlaceDelivery(engine, policy, recipe_for_model(policy), frozen=[frozen], staged=True)
+    for _ in range(2):
+        report = delivery.deliver(trained_tensors)
+        delivery.verify()
+        assert report.audited_tensors == len(server.tensors)
+        assert all(torch.equal(worker.tensors[name], engine.layout.held[name]) for worker in server.workers)
+    assert writes == [name] and server.calls.count("update") == 2 and engine.layout.held[name].any()
+    assert report.bytes_sent == sum(held.nbytes for held in engine.layout.held.values()) - frozen.bytes
+
+    # The policy computes with what is staged: it has to stay as it was
+    engine.layout.held[name].mul_(2)
+    with pytest.raises(RuntimeError, match=f"1 tensors of the engine have changed since the last sync: {name}"):
+        delivery.verify()
+    delivery.deliver(trained_tensors)
+    assert writes == [name, name]
+
+    # And so do the workers' copies, which no later sync writes
+    server.workers[1].tensors[name].mul_(2)
+    server.workers[1].parts[name] = server.workers[1].arrived[name] = digest(server.workers[1].tensors[name]).item()
+    with pytest.raises(RuntimeError, match=f"1 tensors hold other bytes than were sent: {name}"):
+        delivery.deliver(trained_tensors)
+
+
+def test_the_file_is_brought_up_to_date_before_the_pause(policy, server, engine, delivery, monkeypatch):
     for step in (1, 2):
         perturb(policy, step)
         deliver(delivery, policy)
@@ -174,18 +106,32 @@ def test_what_is_written_on_a_device_is_copied_to_the_file_before_the_pause(poli
             assert worker.tensors.keys() == engine.layout.held.keys()
             assert all(torch.equal(worker.tensors[name], held) for name, held in engine.layout.held.items())
     perturb(policy, 3)
-    monkeypatch.setattr(engine, "_copy_to_file", lambda: None)  # the server would go on with the second policy
+    # The server would go on with the second policy
+    monkeypatch.setattr(engine, "_bring_file_up_to_date", lambda base: None)
     with pytest.raises(RuntimeError, match="weight sync failed its audit: .* hold other bytes than were sent"):
         deliver(delivery, policy)
 
 
 def test_a_server_is_connected_once_and_paused_until_the_audit_has_passed(policy, server, delivery):
     deliver(delivery, policy)
-    connect = ["wait_until_up", "fp8_instance", "wait_until_up", "fp8_describe", "init", "fp8_state"]
-    assert server.calls == ["wait_until_up", "fp8_describe", *connect, *PUSH, "fp8_state", "reset", "resume"]
+    start = ["wait_until_up", "fp8_describe", "fp8_sees"]
+    connect = ["wait_until_up", "fp8_instance", *start, "init", "fp8_state"]
+    assert server.calls == [*start, *connect, *PUSH, "reset", "resume"]
     server.calls.clear()
     deliver(delivery, policy)
-    assert server.calls == ["wait_until_up", "fp8_instance", *PUSH, "fp8_state", "reset", "resume"]
+    assert server.calls == ["wait_until_up", "fp8_instance", *PUSH, "reset", "resume"]
+
+
+def test_a_trainer_sends_versions_that_no_earlier_trainer_of_the_server_has_sent(policy, server, delivery, tmp_path):
+    deliver(delivery, policy)
+    deliver(delivery, policy)
+    server.start_weight_update()  # and dies
+    engine = StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), patience=1)
+    following = InPlaceDelivery(engine, policy, recipe_for_model(policy), carried=SomeScales(engine.kv_scales(), 2))
+    for version in (3, 4):
+        deliver(following, policy)
+        following.verify()
+        assert engine.version == version and {worker.version for worker in server.workers} == {version}
 
 
 def test_a_failed_push_is_repeated_once_with_the_next_version(policy, server, delivery):
@@ -221,13 +167,12 @@ def test_bytes_that_a_worker_lost_fail_the_audit_by_name(policy, server, deliver
 def test_a_worker_that_read_another_trainers_file_fails_the_audit(policy, server, delivery, tmp_path):
     other = copy.deepcopy(policy)
     perturb(other, 9)
-    staged = StagedEngine(Server(other, recipe_for_model(other)), other, recipe_for_model(other), str(tmp_path), 1)
+    staged = StagedEngine([Server(other, recipe_for_model(other))], other, recipe_for_model(other), str(tmp_path), 1)
     deliver(InPlaceDelivery(staged, other, recipe_for_model(other)), other)
     read = server.workers[0].read
 
     def foreign(update):
-        server.workers[0].staged = opened(staged._file.path, staged._file.table)
-        read(update)
+        read(update | {"whole": {"file": staged._file.path}})
 
     server.workers[0].read = foreign
     with pytest.raises(RuntimeError, match="hold other bytes than were sent"):
@@ -236,10 +181,27 @@ def test_a_worker_that_read_another_trainers_file_fails_the_audit(policy, server
 
 def test_another_cache_than_the_trainers_is_refused_at_the_start(policy, server, tmp_path):
     with pytest.raises(ValueError, match=r"FP8 KV cache in the layers \[0, 1\].*flags say \[\]"):
-        StagedEngine(server, policy, recipe_for_model(policy, kv_cache_dtype="auto"), str(tmp_path), 1)
+        StagedEngine([server], policy, recipe_for_model(policy, kv_cache_dtype="auto"), str(tmp_path), 1)
     server.fp8_cache = [1]
     with pytest.raises(ValueError, match=r"FP8 KV cache in the layers \[1\].*flags say \[0, 1\]"):
-        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+        StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), 1)
+
+
+def test_layers_that_nothing_in_the_trainer_asks_for_are_refused_at_the_start(policy, server, tmp_path):
+    server.changed = {"added": {"model.layers.0.self_attn.q_proj": [4, 0, 3, [128, 128], 4]}}
+    with pytest.raises(
+        ValueError, match="layers that no flag of the trainer asks for, at model.layers.0.*without --lora"
+    ):
+        StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), 1)
+
+
+def test_another_format_of_scales_than_the_trainers_is_refused_at_the_start(policy, server, tmp_path):
+    recipe = recipe_for_model(policy, scale_format="fp32")
+    message = r"fp8_scale_format='fp32', but http://server was started with --scale-format pow2.*--scale-format fp32"
+    with pytest.raises(ValueError, match=message):
+        StagedEngine([server], policy, recipe, str(tmp_path), 1)
+    server.scale_format = "fp32"
+    StagedEngine([server], policy, recipe, str(tmp_path), 1)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("gone"), ValueError("TRL_FP8_TOKEN is not the token")])
@@ -262,6 +224,27 @@ def test_kv_scales_that_one_worker_does_not_hold_are_refused(policy, server, del
     server.workers[1].read = lambda update: read(update | {"kv_scales": some_scales(2, 3).values.tolist()})
     with pytest.raises(RuntimeError, match="scales did not arrive in worker 1 of http://server"):
         deliver(delivery, policy)
+    server.workers[1].read = read
+    deliver(delivery, policy)
+    server.workers[1].wrong_scales = "a copy of layer 0 is 1.0"
+    with pytest.raises(RuntimeError, match="worker 1 of http://server: a copy of layer 0 is 1.0"):
+        delivery.verify()
+
+
+def test_buffers_and_derived_tensors_that_change_after_a_sync_stop_a_generation(policy, server, tmp_path):
+    server.changed = {"derived": ["absorbed"]}
+    recipe = recipe_for_model(policy)
+    delivery = InPlaceDelivery(StagedEngine([server], policy, recipe, str(tmp_path), 1), policy, recipe)
+    deliver(delivery, policy)
+    server.workers[1].constants = "6"
+    with pytest.raises(RuntimeError, match="http://server: buffers that no sync writes have changed"):
+        delivery.verify()
+    server.workers[1].constants = "5"
+    deliver(delivery, policy)
+    server.workers[1].tensors["absorbed"] = torch.ones(1)
+    server.workers[1].parts["absorbed"] = 0
+    with pytest.raises(RuntimeError, match="http://server: tensors that the engine derives have changed: absorbed"):
+        delivery.verify()
 
 
 def test_a_server_that_was_started_again_is_found_and_connected_anew(policy, server, delivery):
@@ -305,7 +288,7 @@ def test_a_server_whose_buffers_differ_after_a_restart_is_refused(policy, server
 def test_a_server_of_a_model_with_other_numbers_is_refused_by_name(name, value, policy, server, tmp_path):
     server.numbers[name] = value
     with pytest.raises(ValueError, match=f"serves another model than the trainer has, in config.json: {name}"):
-        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+        StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), 1)
 
 
 def test_workers_that_compute_otherwise_than_the_first_one_are_refused(policy, server, tmp_path):
@@ -315,7 +298,7 @@ def test_workers_that_compute_otherwise_than_the_first_one_are_refused(policy, s
     with pytest.raises(
         RuntimeError, match="worker 1 of http://server differs from the first one: query_rounded False, True"
     ):
-        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+        StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), 1)
 
 
 def test_a_folder_without_room_is_an_error_that_names_it(policy, server, monkeypatch, tmp_path):
@@ -324,12 +307,12 @@ def test_a_folder_without_room_is_an_error_that_names_it(policy, server, monkeyp
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(ValueError, match=f"TRL_FP8_TRANSFER='{tmp_path}'.*No space left on device.*with room"):
-        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+        StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), 1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_staged_file_is_removed_with_its_engine(policy, server, tmp_path):
-    engine = StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), 1)
+    engine = StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), 1)
     assert len(list(tmp_path.iterdir())) == 1
     del engine
     gc.collect()  # engine and layout know each other
@@ -364,22 +347,22 @@ def test_a_prefix_cache_that_stays_is_an_error_and_the_server_stays_paused(polic
 def test_a_server_of_another_model_or_recipe_is_refused(policy, server, tmp_path, change, message):
     change(server.tensors)
     with pytest.raises(ValueError, match=f"http://server serves another model.*{message}"):
-        StagedEngine(server, policy, recipe_for_model(policy), str(tmp_path), patience=1)
+        StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), patience=1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_of_the_first_rank_is_raised_on_the_others(policy, tmp_path):
     refused = RuntimeError("no server at http://server")
     with pytest.raises(RuntimeError, match="no server at http://server"):
-        StagedEngine(None, policy, recipe_for_model(policy), str(tmp_path), 1, of_first=lambda value: (None, refused))
+        StagedEngine([], policy, recipe_for_model(policy), str(tmp_path), 1, of_first=lambda value: (None, refused))
 
 
 def test_another_rank_stages_the_same_bytes_and_no_file(policy, server, delivery, engine, tmp_path):
     described = server.rpc("fp8_describe")[0]
     del described["instance"]
-    of_first_rank = iter([described, None, (0.5, 1)])  # what it describes, stages, and measures
+    of_first_rank = iter([described, None, (0.5, 1, 1.0, 1)])  # what it describes, stages, and measures
     other = StagedEngine(
-        None, policy, recipe_for_model(policy), str(tmp_path), 1, of_first=lambda value: (next(of_first_rank), None)
+        [], policy, recipe_for_model(policy), str(tmp_path), 1, of_first=lambda value: (next(of_first_rank), None)
     )
     second = InPlaceDelivery(other, policy, recipe_for_model(policy), carried=SomeScales(other.kv_scales(), 2))
     deliver(delivery, policy)
@@ -388,3 +371,16 @@ def test_another_rank_stages_the_same_bytes_and_no_file(policy, server, delivery
     assert len(list(tmp_path.iterdir())) == 1
     assert (other.pause_seconds, other.version) == (0.5, 1)
     assert isinstance(other.scales.value, KVScales)
+
+
+@pytest.mark.parametrize("transport", ["auto", "broadcast", "cuda_ipc"])
+def test_another_way_of_patches_is_reported_whatever_brings_whole_policies(
+    transport, policy, server, tmp_path, caplog
+):
+    engine = StagedEngine([server], policy, recipe_for_model(policy), str(tmp_path), 1, transport=transport)
+    [link] = engine.servers
+    push = engine.next_push()
+    for sees, messages in ((True, 0), (False, 1), (False, 1), (True, 2)):
+        server.sees = sees
+        link.choose_transport(push.file, push.staged)
+        assert caplog.text.count("Weights travel to http://server by") == messages

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ from trl_fp8.engine.vllm_server.staging import StagingFile, opened, remove_aband
 
 
 TENSORS = {
-    "codes": ("float8_e4m3fn", [3, 5]),
     "scale": ("float32", []),
     "norm": ("bfloat16", [7]),
     "nothing": ("bfloat16", [0, 4]),
+    "codes": ("float8_e4m3fn", [3, 5]),
 }
 
 
@@ -33,7 +31,7 @@ def staged(tmp_path):
 
 def test_a_reader_sees_what_was_written_last(staged):
     read = opened(staged.path, staged.table)
-    assert list(read) == list(TENSORS)
+    assert list(read) == ["codes", "norm", "nothing", "scale"]  # by the size of an element
     for name, tensor in staged.tensors.items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name].float(), tensor.float())
     staged.tensors["scale"].fill_(0.25)
@@ -72,11 +70,34 @@ def test_an_unknown_dtype_is_refused(staged):
         opened(staged.path, {"x": ["nn", [1], 0]})
 
 
-def test_links_and_folders_are_refused(staged, tmp_path):
+def test_what_is_no_regular_file_of_the_user_is_refused(staged, tmp_path, monkeypatch):
     os.symlink(staged.path, tmp_path / "link")
-    for path in (tmp_path / "link", tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opening one waits for a writer
+    for path in (tmp_path / "link", tmp_path, tmp_path / "pipe"):
         with pytest.raises(ValueError, match="cannot be opened|not a regular file"):
             opened(str(path), staged.table)
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with pytest.raises(ValueError, match="not a regular file of this server's user"):
+        opened(staged.path, staged.table)
+
+
+def test_a_file_that_somebody_put_in_the_place_of_a_new_one_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "urandom", bytes)
+    other = tmp_path / "other"
+    os.symlink(other, tmp_path / f".{staging.PREFIX}{os.getpid()}_{bytes(8).hex()}")
+    with pytest.raises(FileExistsError):
+        StagingFile(str(tmp_path), TENSORS)
+    assert not other.exists()
+
+
+def test_a_process_that_was_forked_from_a_trainer_leaves_its_file(staged):
+    child = os.fork()
+    if child == 0:
+        staged.remove()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.path.exists(staged.path)
 
 
 def test_a_folder_without_room_is_an_error_that_leaves_no_file(tmp_path):
@@ -86,12 +107,12 @@ def test_a_folder_without_room_is_an_error_that_leaves_no_file(tmp_path):
 
 
 def test_files_of_dead_trainers_are_removed_and_those_of_living_ones_stay(staged, tmp_path):
-    code = (
-        "import os, signal, sys; from trl_fp8.engine.vllm_server.staging import StagingFile;"
-        "file = StagingFile(sys.argv[1], {'x': ('float32', [1])}); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
-    assert done.returncode == -signal.SIGKILL
+    child = os.fork()
+    if child == 0:
+        file = StagingFile(str(tmp_path), {"x": ("float32", [1])})
+        os.kill(os.getpid(), signal.SIGKILL)
+        file.remove()  # not reached
+    assert os.waitpid(child, 0) == (child, signal.SIGKILL)
     [dead] = {str(path) for path in tmp_path.iterdir()} - {staged.path}
     assert remove_abandoned(str(tmp_path)) == [dead]
     assert [str(path) for path in tmp_path.iterdir()] == [staged.path]

@@ -2,11 +2,11 @@
 
 import math
 import os
+from pathlib import Path
 
 import pytest
-import requests
 
-from testing import engines, forked_server
+from testing import engines, forked_server, patched_training
 from testing.other_trainers import KINDS, config_of, options_of
 from testing.runs import SMALL_K3, arguments, dataset, reward_digits, rows, trajectory
 from trl_fp8 import FP8GRPOTrainer
@@ -27,25 +27,24 @@ def server(checkpoint, tmp_path_factory):
             yield running
 
 
+@pytest.fixture(scope="module")
+def second(server):
+    """Return a second server, which reads the same folder as the first one."""
+    folder = Path(server.folder)
+    with forked_server.running(server.model, folder, kv_cache_dtype="fp8") as running:
+        yield running
+
+
 def trainer_of(server, folder, **flags):
     args = arguments(folder, vllm_mode="server", vllm_server_base_url=server.url, **flags)
-    return FP8GRPOTrainer(server.model, reward_digits, args, dataset())
-
-
-def log_probs(server, tokens):
-    """Log-probs of a sequence's tokens but the first, as the server computes them now."""
-    request = {"model": server.model, "prompt": [tokens], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
-    answer = requests.post(f"{server.url}/v1/completions", json=request | {"skip_reading_prefix_cache": True})
-    answer.raise_for_status()
-    [choice] = answer.json()["choices"]
-    pairs = zip(choice["prompt_logprobs"][1:], tokens[1:], strict=True)
-    return [row[str(token)]["logprob"] for row, token in pairs]
+    return FP8GRPOTrainer(server.model, reward_digits, args, dataset(), eval_dataset=dataset(2))
 
 
 def numbers(trainer):
     """Return the logged rows without the count of syncs, which begins with each trainer."""
     return [
-        {name: value for name, value in row.items() if name != "fp8/weight_version"} for row in trajectory(trainer)
+        {name: value for name, value in row.items() if name not in patched_training.COUNTED}
+        for row in trajectory(trainer)
     ]
 
 
@@ -71,13 +70,42 @@ def test_log_probs_equal_those_of_a_colocated_engine_after_each_sync(server, tmp
             engines.perturb(trainer.model, step)
             scales.calibrate = lambda step=step: engines.some_scales(2, step)
             engines.scales_of(colocated).calibrate = lambda step=step: engines.some_scales(2, step)
-            remote.delivery.deliver(remote.weights.sent)
+            remote.delivery.deliver(remote.weights.tensors_to_send)
             colocated.sync_weights()
             assert (remote.last_sync.carried[KV_SCALES].values == engines.some_scales(2, step).values).all()
             for tokens in engines.PROMPTS:
-                assert log_probs(server, tokens) == colocated.llm.log_probs(tokens).tolist()
+                assert server.log_probs(tokens) == colocated.llm.log_probs(tokens).tolist()
     finally:
         engines.shutdown(colocated.llm)
+
+
+def test_a_policy_that_follows_an_engine_of_its_own_has_no_mismatch_with_the_server(server, tmp_path):
+    flags = {"fp8_forward": "one_forward", "max_steps": 3, "learning_rate": 1e-3}
+    trainer = trainer_of(server, tmp_path, eval_strategy="steps", eval_steps=2, **flags)
+    trainer.train()
+    generation = trainer.vllm_generation
+    logged = rows(trainer)
+    evaluated = [row for row in trainer.state.log_history if "eval_loss" in row]
+    assert len(logged) == 3 and len(evaluated) == 2
+    for row in logged:
+        assert row["mismatch/logp_difference_max"] == row["mismatch/k3_kl"] == 0
+        assert 0 < row["fp8/pause_seconds"] < row["fp8/sync_seconds"]
+    versions = [row["fp8/weight_version"] for row in logged]
+    assert versions == [versions[0], versions[0] + 1, versions[0] + 3]
+    assert all(row["eval_mismatch/logp_difference_max"] == 0 for row in evaluated)
+    assert len({row["loss"] for row in logged}) > 1 and generation.audit_failures == 0
+    own, remote = (each.delivery for each in (generation, generation.server))
+    assert remote.last.audited_tensors == own.last.audited_tensors > 0
+    version = generation.server.engine.version
+    generation.send_weights()  # to the own engine; the server gets them when it has to generate
+    assert generation.server.engine.version == version
+    generation.generate([[4, 5, 6]], None, 1)
+    assert generation.server.engine.version == version + 1
+    # Nothing is sampled once the own engine holds something else
+    generation.engine.layout.held["model.norm.weight"].mul_(2)
+    with pytest.raises(RuntimeError, match="have changed since the last sync: model.norm.weight"):
+        generation.generate([[4, 5, 6]], None, 1)
+    engines.shutdown(generation.llm)
 
 
 def test_a_sync_of_another_trainer_in_the_middle_of_a_generation_stops_the_run(server, tmp_path, monkeypatch):
@@ -114,3 +142,23 @@ def test_other_trainers_take_their_rollouts_from_a_server(kind, server, checkpoi
     assert len(logged) == 2 and trainer.vllm_generation.audit_failures == 0
     assert all(math.isfinite(row["loss"]) and row["fp8/sync_seconds"] > 0 for row in logged)
     assert all(("mismatch/k3_kl" in row) == (kind in ("rloo", "gmpo")) for row in logged)
+
+
+def test_steps_by_patches_equal_steps_by_whole_deliveries_with_one_of_two_servers_killed_in_between(
+    server, second, tmp_path, caplog
+):
+    """Last: one of the module's servers is another process afterwards."""
+    servers = [server, second]
+    restart = patched_training.Restart(second, 5, tmp_path)
+    options = {"restart": restart, "vllm_server_transport": "broadcast"}  # of the two whole deliveries of each server
+    whole = patched_training.trained(servers, tmp_path / "whole", 12, whole=True)
+    patched = patched_training.trained(servers, tmp_path / "patched", 12, whole=False, **options)
+    assert set(whole[3]["fp8/patch_over_whole"]) == {1.0} and set(whole[3]["fp8/lost_servers"]) == {0.0}
+    # Killed in the generation of step 5; step 6 does without it; it is there again for step 7, and gets all
+    assert patched[3]["fp8/lost_servers"] == [float(step == 6) for step in range(12)]
+    shares = patched[3]["fp8/patch_over_whole"]
+    assert shares.pop(0) == 1 and 0.5 < shares.pop(6) < 0.55 and all(0 < share < 0.1 for share in shares)
+    left_out = [record.message for record in caplog.records if "is left out" in record.message]
+    assert len(left_out) == 1 and left_out[0].startswith(second.url) and "it did not generate" in left_out[0]
+    assert patched_training.equal(whole, patched)
+    assert len({str(rollout[1]) for rollout in whole[1]}) == 12  # other ones in each step

@@ -198,8 +198,8 @@ TOKENS, WIDTH = 64, 1024
 @pytest.mark.parametrize(
     ("name", "columns", "own"),
     [
-        ("Qwen/Qwen3-8B", [WIDTH, WIDTH], FollowedMLP._own),
-        ("microsoft/phi-4", [2 * WIDTH], FollowedFusedMLP._own),
+        ("Qwen/Qwen3-8B", [WIDTH, WIDTH], FollowedMLP._policy_value),
+        ("microsoft/phi-4", [2 * WIDTH], FollowedFusedMLP._policy_value),
     ],
 )
 def test_one_forward_recomputes_an_mlp_in_fp32(name, columns, own):

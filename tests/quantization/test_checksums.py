@@ -77,16 +77,20 @@ def sent_differences(device="cpu"):
     """Pairs of dtypes for which what is sent has another checksum than after torch's cast, or other findings."""
     found = []
     generator = torch.Generator().manual_seed(0)
-    sources = [torch.randn(shape, generator=generator) for shape in [(), (7,), (1, 5), (40, 12), (STEPS + 12, 600)]]
-    sources += [sources[-1][::2, 10:-10], sources[-1].t()[:, :8], sources[-1].view(-1, 4, 600)[:, 1:3]]
+    sources = [torch.randn(shape, generator=generator) for shape in [(), (7,), (1, 5), (40, 12)]]
+    long = torch.randn(STEPS + 12, 600, generator=generator)  # for several programs
+    views = [long, long[::2, 10:-10], long.t()[:, :8], long.view(-1, 4, 600)[:, 1:3]]
     for value in (torch.nan, torch.inf, -torch.inf, 3e38, 65519.0, 65520.0, torch.finfo(torch.float32).max, -0.0):
         sources.append(torch.zeros(3, 8))
         sources[-1][2, 5] = value
     sent, dtypes = [], []
     for dtype in FLOATS:
         for target in FLOATS:
-            sent += [tensor.to(dtype) for tensor in sources]
-            dtypes += [target] * len(sources)
+            # The interpreter takes seconds for the long ones: each dtype is a source and a target of them once
+            is_next = FLOATS.index(target) == (FLOATS.index(dtype) + 1) % len(FLOATS)
+            chosen = sources + views if is_next or device != "cpu" else sources
+            sent += [tensor.to(dtype) for tensor in chosen]
+            dtypes += [target] * len(chosen)
     sums, bad = sum_sent([tensor.to(device) for tensor in sent], dtypes)
     for tensor, target, total, finding in zip(sent, dtypes, sums.tolist(), bad.tolist(), strict=True):
         finite = bool(tensor.to(target).isfinite().all())

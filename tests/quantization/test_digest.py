@@ -37,7 +37,7 @@ def test_equals_the_definition(dtype, shape):
 def test_large_tensors_are_taken_in_parts(words, shape, monkeypatch):
     tensor = sample(torch.bfloat16, shape)
     whole = digest(tensor)
-    monkeypatch.setattr("trl_fp8.quantization.codec.digest._PART", words)
+    monkeypatch.setattr("trl_fp8.quantization.codec.digest._WORDS_AT_ONCE", words)
     assert torch.equal(digest(tensor), whole)
     strided = tensor.transpose(0, -1)
     assert torch.equal(digest(strided), digest(strided.contiguous()))
@@ -60,7 +60,7 @@ def test_tables_take_any_shapes_at_once():
 
 
 def test_large_tensors_are_cast_in_parts(monkeypatch):
-    monkeypatch.setattr("trl_fp8.quantization.codec.digest._PART", 40)
+    monkeypatch.setattr("trl_fp8.quantization.codec.digest._WORDS_AT_ONCE", 40)
     for shape in ((40, 3), (40, 12), (5, 8, 6)):
         master = sample(torch.float32, shape)
         assert digests_of_sent([master], [torch.bfloat16])[0] == digest(master.bfloat16())

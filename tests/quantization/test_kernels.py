@@ -49,6 +49,8 @@ def examples():
     made |= {"dead": dead, "poisoned": poisoned, "transposed": poisoned.t(), "every second": dead[:, ::2]}
     made["negative zeros"] = torch.where(dead == 0, -0.0, dead)
     made["rounds to infinity"] = torch.full((3, 5), torch.finfo(torch.float32).max)
+    quarters = made["torch.float16 (3, 40, 260)"].unflatten(1, (4, -1))
+    made["leading dims of two strides"] = quarters[:, :3]  # a kernel reads a copy
     experts = made["torch.float16 (3, 40, 260)"].repeat(2, 1, 1)
     return made | {"halves": experts.unflatten(1, (2, -1))[:, :, 4:16]}  # of gate and up projection, one rank's rows
 
@@ -145,10 +147,13 @@ def launches():
 
 
 def dequantize_differences(dtypes, place=lambda tensor: tensor):
-    """The examples, quantized, for which the kernel gives other values back than torch's operations."""
+    """The examples, quantized, for which the kernel gives other values back than torch's operations.
+
+    With scales that are no powers of two: products with those are not exact.
+    """
     found = []
     for name, values in examples().items():
-        for square, *scaling in CASES:
+        for square, *scaling in (case for case in CASES if "fp32" in case):
             blocks = (128, 128) if square else (128,)
             codes, scale = quantized(values.nan_to_num(3.0, 3.0, -3.0), square, *scaling)
             operands = {"": (codes, scale)}
@@ -245,7 +250,11 @@ def test_square_blocks_are_quantized_with_the_warps_that_a_device_is_faster_with
             r"scales are to be written into torch.float32 \(4, 2",
         ),
         (torch.empty(4, 130, 256), torch.empty(4, 2, 2), "codes are to be written into torch.float32"),
-        (torch.empty(2, 8, 130, 256).to(E4M3)[:, :2], torch.empty(2, 2, 2, 2), "need to be steps of one stride"),
+        (
+            torch.empty(2, 8, 130, 256).to(E4M3)[:, :2],
+            torch.empty(2, 2, 2, 2),
+            "leading dims cannot be merged into one",
+        ),
     ],
 )
 def test_destinations_that_cannot_be_written_to_are_refused(codes, scale, message):
@@ -255,7 +264,7 @@ def test_destinations_that_cannot_be_written_to_are_refused(codes, scale, messag
 
 def types_and_constants(dtype, square, pow2, columns, **options):
     types = dict.fromkeys(("rows", "matrix_stride", "row_stride", "code_matrix_stride", "code_row_stride"), "i32 16")
-    types |= {"values": f"*{dtype}", "codes": "*fp8e4nv", "scale": "*fp32", "columns": columns, "amax_floor": "fp32"}
+    types |= {"values": f"*{dtype}", "codes": "*fp8e4nv", "scales": "*fp32", "columns": columns, "amax_floor": "fp32"}
     options = {"sums": None, "BF16": False} | options
     types |= {name: kind for name, kind in options.items() if isinstance(kind, str)}
     constants = {"SQUARE": square, "POW2": pow2, "HEIGHT": 128 if square else ROWS, "WIDTH": 128, "LIMIT": 448.0}
@@ -294,7 +303,7 @@ def test_sums_cost_a_relaxed_addition_each_and_no_spills(compiled, columns, arch
 @pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])
 def test_hopper_rounds_dequantized_values_to_nearest(ptx, square):
     types = dict.fromkeys(("rows", "columns", "matrix_stride", "row_stride"), "i32 16")
-    types |= {"codes": "*fp8e4nv", "scale": "*fp32", "values": "*bf16"}
+    types |= {"codes": "*fp8e4nv", "scales": "*fp32", "values": "*bf16"}
     constants = {"SQUARE": square, "HEIGHT": ROWS, "WIDTH": 128, "column_stride": 1, "scale_column_stride": 1}
     text = ptx(_dequantize, types, constants, 4)
     per_thread = ROWS * 128 // 128

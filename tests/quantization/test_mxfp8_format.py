@@ -120,6 +120,12 @@ def test_the_recipe_and_its_bytes():
     assert config["quant_method"] == "mxfp8" and config["weight_block_size"] == [1, 32]
     assert config["ignored_layers"] == list(recipe.kept_modules)
     assert MXFP8.weight_bytes((96, 224)) == 96 * 224 + 2 * 96 * 7
+    # vLLM's kernel takes sides from 128 on: of k and v it multiplies with q at once
+    narrow = tiny_models.build(head_dim=32)
+    split = recipe_for_model(narrow, weight_format="mxfp8", tensor_parallel_size=2)
+    kept = split.kept_modules["model.layers.0.self_attn.o_proj"]
+    assert kept.startswith("128 x 64 per rank at tensor parallel size 2 has a side below 128")
+    assert "model.layers.0.self_attn.k_proj" in split.fp8_modules
     with pytest.raises(ValueError, match=r"scale_format='fp32' .*'mxfp8'.*Use \['pow2'\]"):
         recipe_for_model(model, weight_format="mxfp8", scale_format="fp32")
     kept = recipe_for_model(tiny_models.build("qwen3_moe"), weight_format="mxfp8").kept_modules

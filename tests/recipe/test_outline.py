@@ -6,11 +6,12 @@ from math import prod
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3ForCausalLM
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, remap_legacy_layer_types
 
 from testing import other_models, published, tiny_models
 from trl_fp8.recipe import from_model
 from trl_fp8.recipe.from_model import outline_of, outline_of_pretrained
-from trl_fp8.recipe.outline import LayerCache
+from trl_fp8.recipe.outline import LayerCache, layer_caches
 from trl_fp8.recipe.recipe import is_vision
 
 
@@ -61,7 +62,7 @@ def test_a_flat_config_of_a_vision_language_model_is_read_as_one_of_today(tmp_pa
 def test_an_outline_has_the_configs_positions_and_activations(architecture, options, expected, tmp_path):
     tiny_models.config(architecture, **options).save_pretrained(tmp_path)
     found = outline_of_pretrained(str(tmp_path))
-    assert (found.turned_alike, found.stretch, found.activation) == expected
+    assert (found.short_factor_length, found.stretch, found.activation) == expected
 
 
 class DropPaths(Qwen3ForCausalLM):
@@ -141,3 +142,13 @@ def test_a_checkpoint_is_stored_as_its_config_says_before_and_after_it_is_loaded
 def test_layers_without_a_cache_of_their_own_have_none(kind, caches):
     with torch.device("meta"):
         assert list(outline_of(AutoModelForCausalLM.from_config(other_models.config(kind))).caches) == caches
+
+
+def test_a_kind_of_layer_counts_as_full_attention_only_if_it_attends():
+    """`layer_caches` lists the other kinds of transformers' table, which has "linear_attention" for "mamba"."""
+    assert remap_legacy_layer_types(["mamba"]) == ["linear_attention"]
+    caches = layer_caches({"layer_types": ALLOWED_ATTN_LAYER_TYPES}, len(ALLOWED_ATTN_LAYER_TYPES), 2, 64)
+    without = {kind for kind, cache in zip(ALLOWED_ATTN_LAYER_TYPES, caches, strict=True) if not cache.elements}
+    assert without == {"conv", "linear_attention", "moe"}
+    others = {kind for kind in ALLOWED_ATTN_LAYER_TYPES if "attention" not in kind} - without
+    assert others == {"hybrid", "hybrid_sliding", "minimax_m3_sparse"}

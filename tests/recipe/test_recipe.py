@@ -318,7 +318,7 @@ def test_layers_without_a_kv_cache_are_neither_skipped_nor_counted():
     assert plan.cache.token_bytes(fp8=False) == 2 * per_layer * 2
     assert plan.cache.token_bytes(fp8=True) == per_layer + 2 * per_layer
     assert "layers [3] stay in BF16; 6 layers cache none" in plan.table()
-    with pytest.raises(ValueError, match=r"layers \[0, 1\], which cache no keys.*those that do are \[3, 7\]"):
+    with pytest.raises(ValueError, match=r"layers \[0, 1\], which cache no keys.*The layers that do are \[3, 7\]"):
         recipe_for(outline, kv_cache_skip_layers=(0, 1, 3))
     with pytest.raises(ValueError, match="all 2 layers.*kv_cache_dtype='auto'"):
         recipe_for(outline, kv_cache_skip_layers=(3, 7))

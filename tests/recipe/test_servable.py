@@ -83,7 +83,7 @@ def test_layers_of_several_head_sizes_are_refused():
     assert outline(Gemma4TextConfig(**sizes, **layers, global_head_dim=64)).head_dim == 64
     made = outline(Gemma4TextConfig(**sizes, **layers, global_head_dim=128))
     assert (made.kv_heads, made.head_dim) == (0, 0)
-    assert "heads of several sizes" in refusal(servable.require_servable, made)
+    assert "heads of several numbers or sizes" in refusal(servable.require_servable, made)
 
 
 def test_vllms_registry_goes_before_the_lists():
@@ -179,7 +179,7 @@ def test_generation_kwargs_have_vllms_names(tmp_path):
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"seed": 3}, "every completion of a prompt would be the same"),
+        ({"seed": 3}, "all completions of a prompt would be the same"),
         ({"n": 2, "logprobs": None}, r"\['n', 'logprobs'\], which the trainer sets itself"),
         ({"temperature": 0.5}, "Set temperature=0.5 in the config instead"),
     ],

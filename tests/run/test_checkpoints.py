@@ -17,10 +17,10 @@ from trl_fp8.run.checkpoints import (
 @pytest.fixture
 def run(tmp_path):
     """A run with checkpoints of steps 2, 9 and 10, the first and last of which were cut short."""
-    for name in ("checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-best", "model"):
+    for name in ("checkpoint-2", "checkpoint-9", "checkpoint-10", "checkpoint-best", "checkpoint-copy-11", "model"):
         (tmp_path / name).mkdir()
-    for step in (9, 10):
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    for name in ("9", "10", "copy-11"):
+        (tmp_path / f"checkpoint-{name}" / "trainer_state.json").touch()
     marker(tmp_path / "checkpoint-10").touch()
     (tmp_path / "model" / "config.json").touch()
     return tmp_path
@@ -38,7 +38,7 @@ def test_others_mean_the_beginning(word, run):
     assert checkpoint_to_resume(run, word) is None
 
 
-def test_a_path_is_that_checkpoint_or_an_error_that_names_the_remedy(run):
+def test_a_path_is_that_checkpoint_or_an_error_that_names_the_remedy(run, monkeypatch):
     whole = str(run / "checkpoint-9")
     assert checkpoint_to_resume(run, whole) == checkpoint_to_resume(run / "new", whole) == whole
     for name, reason in (
@@ -49,6 +49,11 @@ def test_a_path_is_that_checkpoint_or_an_error_that_names_the_remedy(run):
     ):
         with pytest.raises(ValueError, match=f"resume_from_checkpoint='{run / name}': .*{reason}"):
             checkpoint_to_resume(run, str(run / name))
+    monkeypatch.chdir(whole)
+    assert checkpoint_to_resume(run, ".") == "."
+    monkeypatch.chdir(run / "checkpoint-10")
+    with pytest.raises(ValueError, match="resume_from_checkpoint='.': was not written to its end"):
+        checkpoint_to_resume(run, ".")
     with pytest.raises(ValueError, match="Leave it out to start from the beginning"):
         checkpoint_to_resume(run / "new", str(run / "model"))
 

@@ -92,6 +92,18 @@ def test_with_everything_fp8_off_nothing_is_locked(other, checkpoint, tmp_path):
     assert trainer.state.global_step == 1
 
 
+def test_an_error_of_the_main_process_is_broadcast_to_ranks_that_wait_for_its_answer(tmp_path, monkeypatch):
+    (tmp_path / "run").touch()  # a file, so that no folder can be made
+    broadcast = []
+    monkeypatch.setattr(folder_lock, "broadcast_object_list", lambda objects: broadcast.extend(objects) or objects)
+    with pytest.raises(FileExistsError):
+        lock_folder(tmp_path / "run", Accelerator(cpu=True))
+    assert [type(sent) for sent in broadcast] == [type(None), FileExistsError]
+    monkeypatch.setattr(folder_lock, "broadcast_object_list", lambda objects: broadcast)
+    with pytest.raises(FileExistsError):  # as on a rank that received it
+        lock_folder(tmp_path / "elsewhere", Accelerator(cpu=True))
+
+
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
     def refused(*_):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -32,9 +32,11 @@ def test_a_run_that_finds_no_room_for_a_checkpoint_says_how_to_go_on(disk, check
     model = checkpoint("qwen3")
     with pytest.raises(FullDisk) as raised:
         trainer(model, disk / "run").train()
-    assert str(raised.value) == (
-        f"no room for checkpoint-2 in {disk / 'run'}: its disk is full. Make room; checkpoint-2 is incomplete and can "
-        "be deleted; then resume_from_checkpoint='auto' goes on from checkpoint-1."
+    said = str(raised.value)
+    assert said.startswith(f"no room for checkpoint-2 in {disk / 'run'}: its disk is full (")
+    assert said.endswith(
+        "). Make room; checkpoint-2 is incomplete and can be deleted; then resume_from_checkpoint='auto' goes on from "
+        "checkpoint-1."
     )
     shutil.rmtree(disk / "run" / "checkpoint-2")
     resumed = trainer(model, disk / "run", save_strategy="no")
@@ -46,10 +48,18 @@ def test_a_run_that_finds_no_room_for_a_checkpoint_says_how_to_go_on(disk, check
 
 
 def test_other_errors_of_a_run_are_what_they_are(tmp_path):
-    for error in (RuntimeError("CUDA error"), OSError(2, "No such file"), ValueError("no room")):
+    elsewhere = OSError(28, "No space left on device", "/nowhere/compiled.so")
+    of_server = OSError(28, "No space left on device", "http://127.0.0.1:8000/fp8_upload")
+    others = RuntimeError("CUDA error"), OSError(2, "No such file"), ValueError("no room")
+    for error in (*others, elsewhere, of_server):
         with pytest.raises(type(error)) as raised, explained_full_disk(tmp_path):
             raise error
         assert raised.value is error
+
+
+def test_an_error_on_a_host_without_the_folder_is_what_it_is(tmp_path):
+    with pytest.raises(RuntimeError, match="CUDA error"), explained_full_disk(tmp_path / "of the first host"):
+        raise RuntimeError("CUDA error")
 
 
 def test_a_full_disk_behind_another_error_is_seen(tmp_path):

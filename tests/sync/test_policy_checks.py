@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 from vllm.config import ModelConfig
 
 from testing import tiny_models
+from testing.hub_cache import COMMITS, NAME, write_repository
 from trl_fp8.recipe.from_model import outline_of, outline_of_pretrained
 from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.policy_checks import require_servable
@@ -31,6 +32,16 @@ def test_added_tokens_are_refused_until_the_resized_model_is_stored(checkpoint, 
             require_servable(policy, engine_class)
     policy.unload().save_pretrained(tmp_path)
     require_servable(AutoModelForCausalLM.from_pretrained(tmp_path), engine_class)
+
+
+def test_a_policy_of_an_older_commit_is_compared_with_that_commit(checkpoint, tmp_path, monkeypatch):
+    load = AutoModelForCausalLM.from_pretrained
+    resized = load(checkpoint("qwen3"))
+    resized.resize_token_embeddings(resized.config.vocab_size + 3)
+    resized.save_pretrained(tmp_path / "resized")
+    write_repository([checkpoint("qwen3"), tmp_path / "resized"], tmp_path / "cache", monkeypatch)
+    require_servable(load(NAME, revision=COMMITS[0]), engine_class)
+    require_servable(load(NAME), engine_class)
 
 
 def test_an_engine_that_turns_short_sequences_by_long_factors_is_refused():

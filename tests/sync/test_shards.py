@@ -327,7 +327,7 @@ def test_rows_are_dealt_as_fsdp2_deals_them(count, ranks):
     rows, numbers = Rows(count, ranks), torch.arange(count)
     dealt = [*numbers.chunk(ranks), *[numbers[:0]] * ranks][:ranks]
     assert all(torch.equal(numbers[rows.of(rank)], own) for rank, own in enumerate(dealt))
-    assert rows.padded == rows.each * ranks >= count and rows.each == len(dealt[0])
+    assert rows.padded == rows.per_rank * ranks >= count and rows.per_rank == len(dealt[0])
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def test_rows_are_dealt_as_fsdp2_deals_them(count, ranks):
 )
 def test_which_weights_can_be_quantized_in_parts(shape, ranks, codes_and_scales):
     found = rows_of_codes(shape, ranks, BLOCKS)
-    assert (found and tuple(part.each for part in found)) == codes_and_scales
+    assert (found and tuple(part.per_rank for part in found)) == codes_and_scales
 
 
 def test_one_scale_for_a_weight_is_not_made_in_parts():

@@ -3,12 +3,15 @@
 import re
 
 import pytest
+from transformers.trainer_utils import rotate_checkpoints
 
 from testing.fake_rollout_engine import FakeEngineTrainer, FakeRolloutEngine, SimulatedScales
 from testing.runs import SMALL_K3, arguments, dataset, reward_digits, rows
 from trl_fp8.engine import protocol
 from trl_fp8.engine.protocol import Delivery, RolloutEngine
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES
+from trl_fp8.run import saving
+from trl_fp8.run.checkpoints import checkpoints
 
 
 # The calls of one generation and what they call, as the docstring draws them
@@ -102,3 +105,23 @@ def test_a_trainer_needs_no_kernels_of_its_engine(trainer):
         feature.engine_started(trainer.vllm_generation.numerics, None)
     trainer.train()
     assert len(rows(trainer)) == 3
+
+
+def test_an_old_checkpoint_is_deleted_only_when_a_newer_one_is_whole(checkpoint, tmp_path, monkeypatch):
+    whole = []
+
+    def rotate(**options):
+        whole.append([path.name for path in checkpoints(tmp_path)[0]])
+        rotate_checkpoints(**options)
+
+    monkeypatch.setattr(saving, "rotate_checkpoints", rotate)
+    flags = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 2}
+    args = arguments(tmp_path, kv_cache_dtype="auto", **flags)
+    FakeEngineTrainer(checkpoint("qwen3"), reward_digits, args, dataset()).train()
+    assert whole == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
+    assert [path.name for path in checkpoints(tmp_path)[0]] == ["checkpoint-2"]
+
+
+def test_an_error_of_any_kind_is_raised_on_all_ranks():
+    with pytest.raises(RuntimeError, match="the export: no memory"), saving.failing_together("the export"):
+        raise MemoryError("no memory")

@@ -30,6 +30,21 @@ def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_ot
             trainer.push_to_hub(commit_message="the final policy", blocking=True)
             for _ in range(2):  # the second replaces the export, and finds its files on the Hub
                 assert "/user/policy-FP8/commit/" in trainer.push_fp8_to_hub().commit_url
+            export, earlier = tmp_path / "out" / "_fp8", tmp_path / "out" / "._fp8.trl_fp8_earlier"
+            before = {path.name: path.stat().st_ino for path in export.iterdir()}
+            export.rename(earlier)  # as if a push had been interrupted between its renames
+            weight = next(trainer.model.parameters()).data
+            finite = weight.clone()
+            weight.fill_(float("nan"))
+            with pytest.raises((RuntimeError, ValueError), match="holds NaN or infinite values"):
+                trainer.push_fp8_to_hub()
+            weight.copy_(finite)
+            assert before == {path.name: path.stat().st_ino for path in export.iterdir()}
+            earlier.mkdir()
+            (earlier / "config.json").touch()  # an export that was deleted in part
+            trainer.push_fp8_to_hub()
+            assert before.keys() == {path.name for path in export.iterdir()}
+            assert not earlier.exists() and not export.with_name("_fp8.new").exists()
         files, exported = hub.repos["user/policy"], hub.repos["user/policy-FP8"]
         assert len(hub.uploads) == len(set(hub.uploads)) == 2  # weights in high precision, and in FP8
     assert "the final policy" in hub.commits

@@ -1,15 +1,18 @@
 """A run that was interrupted and resumed takes the steps that it would have taken anyway, bit for bit."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from testing.runs import arguments, training, trajectory
 from trl_fp8.run.checkpoints import load_rollouts, sampling_of, save_rollouts
+from trl_fp8.scripts.grpo import _stopped
 
 
 pytestmark = pytest.mark.engine
@@ -41,6 +44,31 @@ def test_a_resumed_run_continues_as_if_it_had_not_been_interrupted(options, chec
     assert (
         len({row["grad_norm"] for row in whole}) == 5
     )  # losses of a policy that is its rollouts' are 0, but for rounding
+
+
+def test_ctrl_c_names_a_checkpoint_of_the_run_and_none_of_an_earlier_one(checkpoint, tmp_path):
+    earlier = tmp_path / "checkpoint-9"
+    earlier.mkdir()
+    (earlier / "trainer_state.json").touch()
+    args, resumed_at = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=2), []
+
+    class Resumed(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            resumed_at.append(_stopped([trainer]))
+
+    with training(checkpoint("qwen3"), args, callbacks=[Resumed()]) as trainer:
+        trainer.train()
+        last = tmp_path / "checkpoint-2"
+        assert _stopped([trainer]).endswith(f"the same command and --resume_from_checkpoint {last}, from {last}")
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        shutil.rmtree(earlier)
+        assert _stopped([trainer]).endswith(f"the same command and --resume_from_checkpoint auto, from {last}")
+        args.resume_from_checkpoint = "auto"
+        assert _stopped([trainer]).endswith(f"at step 2 of 2; go on with the same command, from {last}")
+        args.resume_from_checkpoint = str(tmp_path / "checkpoint-0")  # that save_total_limit has deleted since
+        assert _stopped([trainer]).endswith(f"the same command and --resume_from_checkpoint auto, from {last}")
+    assert "this run has no checkpoint yet" in resumed_at[0]
+    assert resumed_at[1].endswith(f", from {tmp_path / 'checkpoint-1'}")
 
 
 def test_the_file_of_rollouts_is_what_makes_the_difference(checkpoint, tmp_path):

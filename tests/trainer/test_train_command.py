@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -172,6 +173,16 @@ def test_flags_of_accelerate_go_to_accelerate_and_others_to_the_script(here, no_
     assert args.config_file.endswith("fsdp2.yaml") and Path(args.config_file).exists()
 
 
+def test_accelerate_receives_true_and_false_of_a_run_config_as_it_parses_them(here, no_hub, monkeypatch):
+    values = {"fsdp_reshard_after_forward": False, "zero3_init_flag": True, "fp8_pad_inner_dim": False}
+    values |= {"parallelism_config_sp_seq_length_is_variable": False}  # accelerate's type is `bool`
+    args = launched(monkeypatch, "--config", settings(**values, multi_gpu=False))
+    assert (args.fsdp_reshard_after_forward, args.zero3_init_flag) == ("false", "true")
+    assert not args.fp8_pad_inner_dim and args.parallelism_config_sp_seq_length_is_variable is False
+    Path("x.yaml").write_text(Path("x.yaml").read_text() + "main_process_port: null\n")
+    assert launched(monkeypatch, "--config", "x.yaml").main_process_port is None
+
+
 @pytest.mark.parametrize(("words", "starts_several"), [([], False), (["--num_processes", "2"], True)])
 def test_as_many_processes_start_as_the_command_line_says_where_accelerate_sees_no_gpu(
     words, starts_several, here, no_hub, monkeypatch
@@ -206,6 +217,20 @@ def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_hub, m
     assert parsed[0].reward_funcs == ["my_rewards.digits"] and len(given["train_dataset"]) == 16
 
 
+@pytest.mark.parametrize("file", ["data.csv", "more/data.tsv", "data.parquet", "more/data.jsonl", "data.json"])
+def test_a_file_is_trained_on_as_the_refusal_of_its_name_says(file, here, no_hub, monkeypatch):
+    file = Path(file)
+    file.parent.mkdir(exist_ok=True)
+    rows = datasets.Dataset.from_list([{"question": f"{row}+1=", "answer": str(row + 1)} for row in range(8)])
+    write = {".tsv": partial(rows.to_csv, sep="\t"), ".parquet": rows.to_parquet, ".csv": rows.to_csv}
+    write.get(file.suffix, rows.to_json)(file)
+    with pytest.raises(ValueError, match="is a file. Give its folder; or, in") as refusal:
+        trainer_arguments(monkeypatch, settings(dataset_name=str(file)))
+    advice = yaml.safe_load(re.search(r"datasets: .*\]", str(refusal.value))[0])
+    arguments, _ = trainer_arguments(monkeypatch, settings(dataset_name=None, **advice))
+    assert len(arguments["train_dataset"]) == 8
+
+
 @pytest.mark.parametrize(
     "flags, dtype", [({}, "float32"), ({"fp8_base": True}, None), ({"fp8_base": True, "dtype": "float32"}, "float32")]
 )
@@ -230,7 +255,8 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
     "Unknown key 'num_proceses' in x.yaml: did you mean num_processes?": ({"num_proceses": 8}, ""),
     "env='x' in x.yaml: it has to be a dictionary": ({"env": "x"}, ""),
     "Unknown flag --kv_cache_typ: did you mean kv_cache_dtype?": ({}, "--kv-cache-typ fp8"),
-    "'x.yaml' belongs to no flag. A run config follows --config": ({}, "x.yaml"),
+    "'x.yaml' is not the value of any flag. Pass a run config as --config FILE": ({}, "x.yaml"),
+    "multi_gpu='no' in the run config: it is a switch. Use true, or remove it.": ({"multi_gpu": "no"}, ""),
     "--config takes one YAML file": ({}, "--config x.yaml"),
     "model_name_or_path is not set. Give a model": ({"model_name_or_path": None}, ""),
     "dataset_name is not set. Give one of them": ({"dataset_name": None}, ""),
@@ -261,7 +287,7 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
         {},
         "--fp8_base true",
     ),
-    "fp8_base=True with use_dora=True: the engine computes Q(W) x + B A x and nothing else. Remove it": (
+    "fp8_base=True with use_dora=True: the engine computes Q(W) x + s B A x and nothing else. Remove it": (
         {"use_peft": True, "use_dora": True},
         "--fp8_base true",
     ),
@@ -275,7 +301,7 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
     "there is no such folder, seen from {here}: did you mean data?": ({"model_name_or_path": "./dta"}, ""),
     "model_name_or_path='data' has no config.json": ({"model_name_or_path": "data"}, ""),
     "dataset_name='/no/data': there is no such folder": ({"dataset_name": "/no/data"}, ""),
-    "datasets: [{path: json, data_files: data/train.jsonl}]": ({"dataset_name": "data/train.jsonl"}, ""),
+    "datasets: [{path: '{here}/data', data_files: 'train.jsonl'}]": ({"dataset_name": "data/train.jsonl"}, ""),
 }
 
 
@@ -388,6 +414,20 @@ def test_an_error_in_a_rewards_module_is_shown(here, monkeypatch):
     assert isinstance(raised.value.__cause__, ValueError)
 
 
+def test_a_library_that_a_rewards_package_lacks_is_named_instead_of_the_package(here, monkeypatch):
+    monkeypatch.syspath_prepend(str(here))
+    Path("lacking").mkdir()
+    Path("lacking/__init__.py").write_text("import no_such_library")
+    Path("lacking/rewards.py").touch()
+    script = dataclasses.replace(Parser().parse_args_and_config([])[0], reward_funcs=["lacking.rewards.digits"])
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library'"):
+        rewards.require_rewards(script)
+    Path("lacking/__init__.py").write_text("")
+    for path in ("lacking.no_such_module.digits", "lacking.rewards.inner.digits"):
+        with pytest.raises(ValueError, match="no module 'lacking"):
+            rewards.require_rewards(dataclasses.replace(script, reward_funcs=[path]))
+
+
 def test_other_errors_keep_their_traceback(here, no_hub, monkeypatch):
     monkeypatch.setattr(train, "require_task", lambda *configs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -445,11 +485,13 @@ def test_help_shows_what_most_runs_set_and_all_of_it_if_asked(capsys, monkeypatc
     assert len(short.splitlines()) <= 120 and max(map(len, short.splitlines())) <= 120
     assert main(["train", "--help", "kv-scale-margin", "--loss_type"]) == 0
     several = " ".join(capsys.readouterr().out.split())
-    assert several.startswith("--kv_scale_margin VALUE Factor on ") and "(default: 1.05)" in several
+    assert several.startswith("--kv_scale_margin VALUE ") and "(default: 1.05)" in several
     assert "[VESPO" in several and "--beta" not in several
     assert main(["train", "--help", "resume_from_checkpoint"]) == 0
     assert "'auto' for the last one in output_dir" in " ".join(capsys.readouterr().out.split())
     assert main(["train", "--help", "kv_scale_margins"]) == 2
     assert "no flag has this name: did you mean kv_scale_margin?" in capsys.readouterr().err
+    assert main(["train", "--config", "x.yaml", "--help"]) == 0, "words before --help belong to a run"
+    assert capsys.readouterr().out == short
     assert main(["train", "--help-all"]) == 0
     assert {"--dataloader_num_workers", "--kv_scale_margin"} <= {*capsys.readouterr().out.split()}

@@ -40,4 +40,4 @@ def test_a_reward_cannot_log_under_the_name_of_a_metric_of_ours():
     trainer = bare()
     trainer._metrics["train"] = {"mismatch/k3_kl": [0.5]}  # TRL's log_metric
     with pytest.raises(ValueError, match="log_metric.'mismatch/k3_kl', .* Give it another name"):
-        trainer._note({"mismatch/k3_kl": mean_of(1.0)})
+        trainer._add_metrics({"mismatch/k3_kl": mean_of(1.0)})

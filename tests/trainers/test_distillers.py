@@ -41,6 +41,14 @@ def test_with_every_fp8_flag_off_it_is_trl_bit_for_bit(kind, checkpoint, tmp_pat
     assert all(torch.equal(trls_weights[name], weights[name]) for name in trls_weights)
 
 
+@pytest.mark.parametrize("kind", ["sdft", "sdpo"])
+def test_a_teacher_at_several_servers_is_refused(kind, tmp_path):
+    flags = {"use_teacher_server": True, "teacher_model_kind": "live", "distillation_mode": "sampled_token"}
+    flags |= {"distillation_alpha": 1.0, "vllm_mode": "server", "vllm_server_base_url": "http://a,http://b"}
+    with pytest.raises(ValueError, match="='http://a,http://b' with use_teacher_server=True: TRL asks one server"):
+        config_of(kind, tmp_path, **flags)
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", DISTILLERS)
 def test_three_steps_are_audited(kind, checkpoint, tmp_path):
@@ -73,7 +81,7 @@ def test_old_log_probs_and_losses_use_the_experts_of_the_rollouts_and_a_teacher_
     args = config_of(kind, tmp_path, **flags)
     model = checkpoint("qwen3_moe", num_experts=8)
     with training(model, args, KINDS[kind][2], **options_of(kind, model)) as trainer:
-        assert args.kv_calibration == "rollout" and args.blind_pass is None
+        assert args.kv_calibration == "rollout" and args.setting_against_full_pass is None
         router, used, fed = trainer.model.model.layers[0].mlp.gate, [], []
         router.register_forward_hook(lambda _, __, output: used.append((torch.is_grad_enabled(), output[-1].clone())))
         recorded(trainer, "compute_loss", lambda _, __, inputs, **___: fed.append(inputs["routed_experts"]))
@@ -121,13 +129,13 @@ def test_a_correction_of_sdpo_is_on_where_there_is_a_policy_loss(tmp_path):
     def config(**flags):
         return config_of("sdpo", tmp_path, **flags)
 
-    assert config().correction is None and config().blind_pass == "num_iterations=1"
+    assert config().correction is None and config().setting_against_full_pass == "num_iterations=1"
     mixed = config(distillation_weight=0.5)
-    assert mixed.correction.level == "token" and mixed.blind_pass is None
+    assert mixed.correction.level == "token" and mixed.setting_against_full_pass is None
     assert config(distillation_weight=0.5, **OFF).correction is None
     measured = config(rollout_correction="monitor")
-    assert measured.correction.monitor_only and measured.blind_pass is None
-    with pytest.raises(ValueError, match="top_p=0.9 with FP8SDPOConfig and .* of the whole vocabulary. Set top_p=1.0"):
+    assert measured.correction.monitor_only and measured.setting_against_full_pass is None
+    with pytest.raises(ValueError, match="top_p=0.9 with FP8SDPOConfig and .* over all tokens. Set top_p=1.0"):
         config(distillation_weight=0.5, top_p=0.9)
     assert config(top_p=0.9).correction is None
 

@@ -9,8 +9,9 @@ from testing.runs import training, trajectory
 
 pytestmark = pytest.mark.engine
 
-# Not SDPO: TRL adds its teacher's adapter again after a resume, which PEFT refuses
-RESUMED = ["rloo", "gmpo", "gold", "iw_opd"]
+RESUMED = {"rloo": {}, "gmpo": {}, "gold": {}, "iw_opd": {}}
+# TRL adds the adapter of its default teacher again after a resume, which PEFT refuses
+RESUMED["sdpo"] = {"teacher_model_kind": "live"}
 
 
 @pytest.mark.parametrize("kind", RESUMED)
@@ -18,6 +19,7 @@ def test_a_resumed_run_with_adapters_and_evaluation_equals_the_uninterrupted_one
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
     flags = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 3}
     flags |= {"vllm_max_model_length": 64, "explain_mismatch_steps": 0}  # a resume explains the mismatch anew
+    flags |= RESUMED[kind]
     options = options_of(kind, checkpoint("qwen3"))
     options["eval_dataset"] = options["train"].select(range(4))
 

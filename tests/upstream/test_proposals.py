@@ -1,4 +1,4 @@
-"""The patches that docs/upstream.md proposes apply to the installed libraries, and bring a test each."""
+"""The patches that docs/upstream/README.md proposes apply to the installed libraries, and bring a test each."""
 
 import subprocess
 from importlib.util import find_spec
@@ -37,5 +37,5 @@ def test_a_proposed_patch_applies_to_the_installed_library(patch, tmp_path):
 
 
 def test_the_page_names_each_patch():
-    page = (FOLDER.parent / "upstream.md").read_text()
-    assert PATCHES and all(f"({patch.parent.name}/{patch.name})" in page for patch in PATCHES)
+    page = (FOLDER / "README.md").read_text()
+    assert PATCHES and all(f"({patch.name})" in page for patch in PATCHES)

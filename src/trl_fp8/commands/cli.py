@@ -21,7 +21,7 @@ def main(words: list[str] | None = None) -> int:
     quiet()
     words = sys.argv[1:] if words is None else words
     with ended_by_ctrl_c(lambda: "stopped"):
-        if words[:1] in (["train"], ["plan"], ["serve"]):  # their flags are TRL's, too
+        if words[:1] in (["train"], ["plan"], ["serve"]):  # these import TRL or vLLM
             try:
                 require_versions()
             except ImportError as error:
@@ -36,7 +36,8 @@ def main(words: list[str] | None = None) -> int:
             if words[:1] == ["doctor"]:
                 return doctor.run(words[1:])
             print(_plan(words[1:]) if words[:1] == ["plan"] else _command(words), flush=True)
-        except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
+        except BrokenPipeError:
+            # `| head` has closed the pipe. Python flushes stdout at exit, so let that go to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (ValueError, OSError) as error:  # OSError: transformers found no such model, or a disk is full
@@ -45,31 +46,34 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _plan(words: list[str]) -> str:
-    with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
-        from . import plan_command  # imports torch, which `ended_by_ctrl_c` has to come before
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout when it is imported, which --json needs for itself
+        from . import plan_command  # imports torch, before which `ended_by_ctrl_c` has to be entered
 
-        return plan_command.run(words)
+        return plan_command.text_of(words)
 
 
 def _command(words: list[str]) -> str:
-    """Return what a command prints whose parser is argparse's own; without words the help."""
+    """Run a command that has an argparse parser, and return the text to print; without words return the help."""
     parser = argparse.ArgumentParser(prog="trl-fp8", description="FP8 rollouts for TRL's GRPOTrainer")
     parser.add_argument("--version", action="version", version=f"trl-fp8 {__version__}")
-    added = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    added.add_parser("plan", help="say what of a model would be FP8, and what fits on which GPUs, with which flags")
-    added.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")
-    added.add_parser("doctor", help="check this machine, a verdict a line: the first thing to run on a new one")
-    added.add_parser("serve", help="a vLLM server for the rollouts of a trainer with vllm_mode='server'")
-    of_features = [each for registration in registrations() for each in registration.commands]
-    for each in (*COMMANDS, *of_features):
-        command = added.add_parser(each.word, help=each.text, description=each.text)
-        each.add_arguments(command)
-        command.set_defaults(run=each.run)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    # `main` runs these four commands itself. They are added here only to be listed in the help
+    subparsers.add_parser(
+        "plan", help="say what of a model would be FP8, and what fits on which GPUs, with which flags"
+    )
+    subparsers.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")
+    subparsers.add_parser("doctor", help="check this machine, a verdict a line: the first thing to run on a new one")
+    subparsers.add_parser("serve", help="a vLLM server for the rollouts of a trainer with vllm_mode='server'")
+    feature_commands = [command for registration in registrations() for command in registration.commands]
+    for command in (*COMMANDS, *feature_commands):
+        subparser = subparsers.add_parser(command.word, help=command.text, description=command.text)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     if not words:
         return parser.format_help().rstrip()
     options, unknown = parser.parse_known_args(words)
-    if unknown:  # with the usage of the command, not that of all
-        added.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if unknown:  # let the command's own parser report them, with the usage of the command
+        subparsers.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     return options.run(options)
 
 

@@ -1,7 +1,7 @@
 """`trl-fp8 doctor`: checks a machine, and prints a verdict a line.
 
 This process imports neither torch nor vLLM. What needs them runs in a child process (doctor_run.py), which sends a
-line for each of `IN_CHILD`, so that a library that crashes or hangs is a verdict, too.
+line for each check in `IN_CHILD`. So a library that crashes or hangs ends only the child, and becomes a verdict.
 """
 
 import json
@@ -35,16 +35,17 @@ OK, WARNING, FAULT, SKIPPED = "ok", "warning", "fault", "skipped"
 IN_CHILD = "torch", "libraries", "exact casts", "DeepGEMM", "batch invariance", "kernels", "step", "sleep"
 CHILD = (sys.executable, "-m", "trl_fp8.commands.doctor_run")
 REINSTALL = "Install again, in the clone: pip install -e '.[cuda]', on a CPU as the README says."
-SECONDS = 300.0  # of the child; a first start on a GPU compiles kernels
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+SECONDS = 300.0  # limit of the child; a first start on a GPU compiles kernels
 ANSWER = 30.0  # seconds, after which nvidia-smi counts as hanging
 GRACE = 2.0  # seconds for a killed process to end; one that waits for a driver ends only with the driver
-ROOM = 2**29  # bytes; compiled code of one model takes some hundred MB
-CHECKPOINT = 12 * 10**9  # bytes, of 1 B parameters: weights and Adam's moments in FP32
-SHARED = 2**30  # NCCL takes up to 33 MB for each pair of GPUs, and Docker's default for all is 64 MiB
+ROOM = 2**29  # bytes that a cache needs free: compiled code of one model takes some hundred MB
+CHECKPOINT = 12 * 10**9  # bytes of a checkpoint of 1 B parameters: weights and Adam's moments in FP32
+SHARED = 2**30  # bytes of shared memory: NCCL takes up to 33 MB for each pair of GPUs, and Docker's default is 64 MiB
 WRITTEN = 2**20  # bytes of the trial file in a cache folder
-LAST_LINES, LONGEST = 40, 500  # of a child's log, in --json; characters of a verdict
-KEYS = "check", "status", "text"  # of a verdict in JSON
+LAST_LINES = 40  # lines of the child's log in --json
+LONGEST = 500  # characters of an error in a verdict
+KEYS = "check", "status", "text"  # keys of a verdict in JSON
 
 
 class Verdict(NamedTuple):
@@ -69,12 +70,15 @@ def run(words: list[str]) -> int:
         type=float,
         default=SECONDS,
         metavar="SECONDS",
-        help=f"after which the checks that need torch and vLLM count as hanging ({SECONDS:g})",
+        help=f"time after which the checks that need torch and vLLM count as hanging ({SECONDS:g})",
     )
     options = parser.parse_args(words)
-    started, verdicts, log = time.monotonic(), [], []
+    started = time.monotonic()
+    verdicts = []
+    log = []  # last lines of the child's log
     with _exit_on_signals():
-        for verdict in chain(in_parent(), in_child(options.timeout, log)):
+        in_parent = (check() for check in (packages, compiler, gpu, caches, room, shared_memory))
+        for verdict in chain(in_parent, in_child(options.timeout, log)):
             verdicts.append(verdict)
             if not options.json:
                 sys.stdout.write(f"{verdict.line()}\n")
@@ -101,7 +105,7 @@ def _exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP inside the block raise SystemExit, so that the child is ended and its GPU is free."""
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP
+        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` makes a process ignore SIGHUP: leave that as it is
             before[number] = signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         yield
@@ -110,18 +114,8 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def in_parent() -> Iterator[Verdict]:
-    """Yield the verdicts that need no torch."""
-    yield packages()
-    yield compiler()
-    yield gpu()
-    yield caches()
-    yield room()
-    yield shared_memory()
-
-
 def packages() -> Verdict:
-    """Compare the installed packages with the versions that this one declares."""
+    """Compare the installed packages with the versions that trl-fp8 declares."""
     python = f"python {platform.python_version()}"
     try:
         declared = [Requirement(text) for text in requires("trl-fp8") or ()]
@@ -161,7 +155,7 @@ def _version(name: str) -> str | None:
 
 
 def compiler() -> Verdict:
-    """Look for what Triton and Inductor compile with: compilers of C and C++, and Python's headers."""
+    """Look for the compilers of C and C++ and the headers of Python that Triton and Inductor need."""
     missing = []
     for variable, names in (("CC", ("gcc", "clang", "cc")), ("CXX", ("g++", "clang++", "c++"))):
         chosen = os.environ.get(variable)
@@ -200,15 +194,15 @@ def gpu() -> Verdict:
 
 
 def cache_folders() -> dict[str, Path]:
-    """Return the folders that compiled code is written to, by the variable that sets each."""
+    """Return the folders that compiled code is written to, by the environment variable that sets each."""
     temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108, Python's own choice
     home = Path(os.environ.get("HOME") or temporary)
     root = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
-    of_vllm = Path(os.environ.get("VLLM_CACHE_ROOT") or root / "vllm")
+    vllm_cache = Path(os.environ.get("VLLM_CACHE_ROOT") or root / "vllm")
     defaults = {
-        "VLLM_CACHE_ROOT": of_vllm,
+        "VLLM_CACHE_ROOT": vllm_cache,
         "TRITON_CACHE_DIR": Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache",
-        "DG_JIT_CACHE_DIR": of_vllm / "deep_gemm",  # vLLM's default, not DeepGEMM's
+        "DG_JIT_CACHE_DIR": vllm_cache / "deep_gemm",  # vLLM's default, not DeepGEMM's
         "TMPDIR": temporary,  # Inductor's, unless TORCHINDUCTOR_CACHE_DIR is set
     }
     return {name: Path(os.environ.get(name) or default) for name, default in defaults.items()}
@@ -234,12 +228,12 @@ def caches() -> Verdict:
 
 
 def room() -> Verdict:
-    """Compare the free space of the disks of caches and of the current folder with what a run needs."""
+    """Compare the free space for caches and for the current folder with what a run needs."""
     free = {str(folder): shutil.disk_usage(_existing(folder)).free for folder in cache_folders().values()}
-    folder = min(free, key=free.get)
+    fullest = min(free, key=free.get)
     here = shutil.disk_usage(".").free
-    text = f"{format_bytes(free[folder])} free for {folder}, {format_bytes(here)} for the current folder"
-    if free[folder] < ROOM:
+    text = f"{format_bytes(free[fullest])} free for {fullest}, {format_bytes(here)} for the current folder"
+    if free[fullest] < ROOM:
         return Verdict(
             "disk", FAULT, f"{text}. Compiled code needs {format_bytes(ROOM)}: make room, or move the cache."
         )
@@ -267,31 +261,37 @@ def _existing(folder: Path) -> Path:
 
 
 def in_child(seconds: float, log: list[str]) -> Iterator[Verdict]:
-    """Yield the verdicts of a child process, one for each of `IN_CHILD` however it ends. Its last lines go to `log`.
+    """Yield a verdict for each check of `IN_CHILD`, however the child process ends. Append its last lines to `log`.
 
-    The first missing verdict is a fault: of a child that ended, or that was killed after `seconds`. The checks after
-    a fault are skipped.
+    If the child ends early, or is killed after `seconds`, its next check is a fault. The checks after a fault are
+    skipped.
     """
-    names, verdict = list(IN_CHILD), None
+    names = list(IN_CHILD)  # checks without a verdict
+    verdict = None  # the latest
+    # One process on the first GPU, which downloads nothing
+    ranks = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    environment = {name: value for name, value in os.environ.items() if name not in ranks}
+    gpus = environment.get("CUDA_VISIBLE_DEVICES", "0")
+    environment |= {"CUDA_VISIBLE_DEVICES": gpus.split(",")[0], "HF_HUB_OFFLINE": "1"}
     try:
         with tempfile.TemporaryDirectory(prefix="trl-fp8-doctor-") as folder, Path(folder, "log").open("w+") as errors:
             child = subprocess.Popen(  # noqa: S603, no shell
                 [*CHILD, folder],
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=_environment(),
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then kills all of the child's
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches this process alone, which then kills the child's whole group
             )
-            ends = time.monotonic() + seconds
+            deadline = time.monotonic() + seconds
             try:
-                for line in _lines(child.stdout, ends):
-                    found = _verdict(line, names)
-                    if found:
-                        verdict = found
+                for line in _lines(child.stdout, deadline):
+                    parsed = _verdict(line, names)
+                    if parsed:
+                        verdict = parsed
                         names.remove(verdict.check)
                         yield verdict
                 with suppress(subprocess.TimeoutExpired):
-                    child.wait(max(0.0, ends - time.monotonic()))
+                    child.wait(max(0.0, deadline - time.monotonic()))
                 in_time = child.returncode is not None
             finally:
                 if child.poll() is None:
@@ -301,10 +301,16 @@ def in_child(seconds: float, log: list[str]) -> Iterator[Verdict]:
             errors.seek(0)
             log += [line.rstrip() for line in errors.read().splitlines() if line.strip()][-LAST_LINES:]
         if names and (verdict is None or verdict.status != FAULT):
-            ending = f"ended with {_status(child.returncode)}" if in_time else f"did not end within {seconds:g} s"
-            remedy = REINSTALL if in_time else "Look it up in docs/troubleshooting.md, or set a longer --timeout."
-            last = f" The last lines of its log: {' / '.join(log[-3:])[-LONGEST:]}" if log else ""
-            verdict = Verdict(names.pop(0), FAULT, f"the process of this check {ending}. {remedy}{last}")
+            if in_time:
+                code = child.returncode
+                status = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+                ending = f"ended with {status}"
+                remedy = REINSTALL
+            else:
+                ending = f"did not end within {seconds:g} s"
+                remedy = "Look it up in docs/troubleshooting.md, or set a longer --timeout."
+            last_lines = f" The last lines of its log: {' / '.join(log[-3:])[-LONGEST:]}" if log else ""
+            verdict = Verdict(names.pop(0), FAULT, f"the process of this check {ending}. {remedy}{last_lines}")
             yield verdict
     except OSError as error:
         verdict = Verdict(
@@ -315,19 +321,19 @@ def in_child(seconds: float, log: list[str]) -> Iterator[Verdict]:
         yield Verdict(name, SKIPPED, f"because of the fault in {verdict.check}")
 
 
-def _lines(pipe: IO[bytes], ends: float) -> Iterator[bytes]:
-    """Yield the lines of a pipe until it is closed, or until `ends` of the monotonic clock."""
-    rest = b""
-    while select([pipe], [], [], max(0.0, ends - time.monotonic()))[0]:
-        part = os.read(pipe.fileno(), 2**16)
-        if not part:
+def _lines(pipe: IO[bytes], deadline: float) -> Iterator[bytes]:
+    """Yield the lines of a pipe until it is closed, or until `deadline` on the monotonic clock."""
+    incomplete = b""  # line whose end was not read yet
+    while select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        chunk = os.read(pipe.fileno(), 2**16)
+        if not chunk:
             return
-        *whole, rest = (rest + part).split(b"\n")
-        yield from whole
+        *lines, incomplete = (incomplete + chunk).split(b"\n")
+        yield from lines
 
 
 def _verdict(line: bytes, names: list[str]) -> Verdict | None:
-    """Return the verdict in a line, None for what a library prints before the child takes its stdout away."""
+    """Return the verdict in a line; None for the output of a library, or a check that is not in `names`."""
     try:
         words = json.loads(line)
     except ValueError:
@@ -335,15 +341,3 @@ def _verdict(line: bytes, names: list[str]) -> Verdict | None:
     if isinstance(words, list) and len(words) == len(KEYS) and words[0] in names:
         return Verdict(*words)
     return None
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of the child: one process, on the first GPU, that downloads nothing."""
-    ranks = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    environment = {name: value for name, value in os.environ.items() if name not in ranks}
-    gpus = environment.get("CUDA_VISIBLE_DEVICES", "0")
-    return environment | {"CUDA_VISIBLE_DEVICES": gpus.split(",")[0], "HF_HUB_OFFLINE": "1"}
-
-
-def _status(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit status {code}"

@@ -1,6 +1,6 @@
-"""The checks of `trl-fp8 doctor` that import torch and vLLM: a process that writes verdicts to stdout, as JSON lines.
+"""The checks of `trl-fp8 doctor` that import torch and vLLM. Their process writes verdicts to stdout, as JSON lines.
 
-The last ones train a tiny policy for two steps, each with a sync and its audit. Nothing is downloaded.
+The last checks train a tiny policy for two steps, each with a sync and its audit. Nothing is downloaded.
 """
 
 import json
@@ -21,12 +21,13 @@ from .doctor import FAULT, IN_CHILD, LONGEST, OK, SKIPPED, WARNING, Verdict
 Found = tuple[str, str]  # status and text
 NO_GPU = "torch sees no GPU"
 STEPS = 2
-# Under the default format 0.003 to 0.006 on models of this size; other weights are off by whole nats
+# Bound of mismatch/k3_kl, in nats. Models of this size have 0.003 to 0.006 with the default format, and more than 1 if
+# the engine has other weights than the policy
 LARGE_K3 = 0.1
 
 
 class Machine:
-    """The checks of `IN_CHILD`; later ones use what earlier ones made.
+    """The checks in `IN_CHILD`. Later checks use the policy and the trainer that earlier checks created.
 
     A check returns its status and text. Any error that it raises is a fault.
     """
@@ -40,9 +41,10 @@ class Machine:
             check = getattr(self, name.lower().replace(" ", "_"))
             try:
                 status, text = check()
-            except Exception as error:  # a library fails in any way
+            except Exception as error:  # libraries raise errors of any class
                 traceback.print_exc()
-                status, text = FAULT, f"{_words(error)} (docs/troubleshooting.md has remedies by message)"
+                status = FAULT
+                text = f"{_words(error)} (docs/troubleshooting.md has remedies by message)"
             yield Verdict(name, status, text)
             if status == FAULT:
                 return
@@ -70,7 +72,7 @@ class Machine:
         return WARNING, f"{reason}. Training here runs on the CPU, for trials only"
 
     def libraries(self) -> Found:
-        """Import TRL and vLLM with what this package patches."""
+        """Import TRL and vLLM, and the modules that patch them."""
         from trl_fp8 import FP8GRPOTrainer
         from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
         from trl_fp8.run.facts import hardware
@@ -107,21 +109,23 @@ class Machine:
 
         state = PartialState(cpu=not self.has_gpu)
         model = tiny_policy(self.folder / "policy")
-        engine_platform, recipe = platform_of(), recipe_for_model(model)
-        passed, failed = [], []
+        engine_platform = platform_of()
+        recipe = recipe_for_model(model)
+        passed = []  # names of kernels
+        failed = []  # names and reasons
         with engine_platform.ready(recipe):
             for name in engine_platform.linear_backends(recipe):
                 gemm = Gemm(name, recipe.format, recipe.scale_format, state.device, model.config, batch_invariant=True)
                 try:
                     gemm.check()
                     passed.append(name)
-                except Exception as error:  # kernels fail in any way
+                except Exception as error:  # kernels raise errors of any class
                     failed.append(f"{name}: {_words(error)}")
         if self.has_gpu:
             torch.cuda.empty_cache()
         text = f"linear_backend {' or '.join(passed) or 'of no name'} gives a row the same bits in every batch"
         if failed:
-            text += f". Not so {'; '.join(failed)}"
+            text += f". These kernels fail: {'; '.join(failed)}"
         if not passed:
             return WARNING, f"{text}. Leave fp8_forward='one_forward' out on this machine."
         return OK, text
@@ -131,8 +135,12 @@ class Machine:
         from trl_fp8.engine.vllm.numerics import attention_layers
         from trl_fp8.upstream.vllm import can_sleep, engine_model
 
-        # TRL's own choice is 29500 for as long as nothing listens there: another engine that starts takes it, too
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        # Without MASTER_PORT TRL takes port 29500 if nothing listens there yet. Two engines that start at the same
+        # time would both take it
+        if "MASTER_PORT" not in os.environ:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                os.environ["MASTER_PORT"] = str(free.getsockname()[1])
         self.sleeps = self.has_gpu and can_sleep()
         self.trainer = tiny_trainer(self.folder, self.has_gpu, self.sleeps)
         generation = self.trainer.vllm_generation
@@ -222,13 +230,7 @@ def main() -> None:
         channel.write(json.dumps(verdict) + "\n")
         channel.flush()
     sys.stderr.flush()
-    os._exit(0)  # the verdicts are out: an engine or a driver that crashes while it ends changes none of them
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    os._exit(0)  # an engine or a driver that crashes while the process ends must not add a fault
 
 
 def _words(error: Exception) -> str:

@@ -9,13 +9,14 @@ from trl_fp8.run.feature import Command
 
 def _add_export_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="model id or folder; an FP8 checkpoint is dequantized first")
-    parser.add_argument("folder", help="must not exist yet")
+    parser.add_argument("folder", help="folder to write to; it must be new or empty")
     parser.add_argument("--weight-format", choices=FORMATS, default="blocks")
     parser.add_argument("--scale-format", choices=SCALE_FORMATS, default="pow2")
 
 
 def _export(options: Namespace) -> str:
-    folder = free_folder(options.folder)  # before transformers takes seconds, which no other command needs
+    folder = free_folder(options.folder)
+    # Imported here, because transformers takes seconds to import and the other commands do not need it
     import torch
     from transformers import AutoProcessor
     from trl.trainer.utils import create_model_from_path
@@ -27,9 +28,9 @@ def _export(options: Namespace) -> str:
     from trl_fp8.run.locations import model_config
 
     model_config(options.model)
-    stored = dequantizing_config(options.model)
-    # By the class that the config names: AutoModelForCausalLM would leave a vision tower out
-    loading = {"dtype": torch.bfloat16, "quantization_config": stored, "device_map": None}
+    dequantizing = dequantizing_config(options.model)
+    # TRL's function creates the class that the config names. AutoModelForCausalLM would leave out a vision tower
+    loading = {"dtype": torch.bfloat16, "quantization_config": dequantizing, "device_map": None}
     model = create_model_from_path(options.model, **loading)
     formats = {"weight_format": options.weight_format, "scale_format": options.scale_format}
     recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
@@ -47,7 +48,7 @@ def _verify(options: Namespace) -> str:
 
 def _add_push_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", help="folder of an export; compared with its checksums first")
-    parser.add_argument("repo_id", help="as in user/name; made if it does not exist")
+    parser.add_argument("repo_id", help="repository, as in user/name; it is created if it does not exist")
     parser.add_argument("--private", action="store_true", default=None, help="create it as a private repository")
     parser.add_argument("--revision", help="branch to commit to (default: the repository's main branch)")
 

@@ -6,11 +6,12 @@ A run config and flags are read and checked as by `trl-fp8 train`. A plan choose
 import json
 from argparse import SUPPRESS, ArgumentParser
 from importlib.util import find_spec
+from typing import Any
 
 from transformers import CONFIG_MAPPING
 
-from trl_fp8.planning.capacity import LORA_RANK, SIZES, Planner
-from trl_fp8.planning.server_capacity import server_capacity
+from trl_fp8.planning.capacity import LORA_RANK, SIZES, Planner, server_capacity
+from trl_fp8.planning.overlap import StepTimes
 from trl_fp8.planning.trainer_memory import BYTES, GIB, Setup
 from trl_fp8.policy.model import dequantizing_config
 from trl_fp8.quantization.formats import FORMATS
@@ -27,7 +28,8 @@ from trl_fp8.upstream.vllm import engine_class
 from .plan_text import CHOSEN, SAVING, as_json, as_text, server_as_json, server_as_text
 
 
-CONTEXT, MOST_PROMPT = Setup.tokens, 512  # planned for where nothing is set
+CONTEXT = Setup.tokens  # tokens of a sequence where nothing sets them
+MOST_PROMPT = 512  # tokens of a sequence that are the prompt's, where nothing sets the completion's
 # Flag that changes the trainer's memory -> the values that are counted
 COUNTED = {
     "gradient_checkpointing": (True,),
@@ -35,18 +37,33 @@ COUNTED = {
     "load_in_4bit": (False,),
     "load_in_8bit": (False,),
 }
-# Flag of a plan -> (the name that is set, what its value is called, its type, its help)
+# Flag of a plan -> (TRL's or the config's name for it, metavar, type, help)
 FLAGS = {
     "--gpus": ("num_processes", "N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
     "--gpu-memory": ("gpu_memory", "GIB", float, "memory of one GPU (80)"),
-    "--gpu-memory-utilization": ("vllm_gpu_memory_utilization", "SHARE", float, "the engine's share (what fits)"),
+    "--gpu-memory-utilization": (
+        "vllm_gpu_memory_utilization",
+        "SHARE",
+        float,
+        "the engine's share of a GPU (what fits)",
+    ),
     "--tensor-parallel-size": ("vllm_tensor_parallel_size", "N", int, "GPUs of an engine (the smallest that fits)"),
-    "--context": ("vllm_max_model_length", "TOKENS", int, f"tokens of a prompt and its completion ({CONTEXT})"),
-    "--completions": ("generation_batch_size", "N", int, f"completions a generation, all GPUs ({Setup.completions})"),
-    "--lora": ("lora_r", "RANK", int, f"train adapters of a rank ({LORA_RANK})"),
+    "--context": ("vllm_max_model_length", "TOKENS", int, f"longest prompt plus completion ({CONTEXT})"),
+    "--completions": (
+        "generation_batch_size",
+        "N",
+        int,
+        f"completions of a generation, on all GPUs ({Setup.completions})",
+    ),
+    "--lora": ("lora_r", "RANK", int, f"train adapters of this rank ({LORA_RANK})"),
     "--weight-format": ("fp8_weight_format", "|".join(FORMATS), str, "format of FP8 weights (blocks)"),
 }
-LIMITS = {  # least and most
+SECONDS = {  # measured in a run with a server -> help
+    "rollout": "seconds of a step's rollouts in a run with a server, to say what asynchronous training gains",
+    "train": "seconds of the rest of the step, without the sync",
+    "sync": "seconds of its sync, fp8/sync_seconds (0)",
+}
+LIMITS = {  # name -> least and largest value
     **dict.fromkeys(("num_processes", "vllm_tensor_parallel_size", "max_completion_length"), (1, 2**20)),
     **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"), (1, 2**20)),
     **dict.fromkeys(("steps_per_generation", "generation_batch_size"), (1, 2**30)),
@@ -54,18 +71,24 @@ LIMITS = {  # least and most
     "vllm_gpu_memory_utilization": (0.01, 0.99),
     "vllm_max_model_length": (2, 2**26),
     "lora_r": (1, 4096),
+    **{f"{part}_seconds": (0, 10**6) for part in SECONDS},
     "beta": (0, 2**20),
 }
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    """Add a plan's own flags, with dashes or underscores. They set the names of TRL's."""
+    """Add a plan's own flags, with dashes or underscores. Each sets the attribute of the flag of TRL or of the config
+    that it stands for.
+    """
     text = "id or folder; only its config is read"
     parser.add_argument("model_name_or_path", nargs="?", metavar="MODEL", help=text, default=SUPPRESS)
-    for flag, (name, metavar, kind, text) in FLAGS.items():
+    for flag, (name, metavar, value_type, text) in FLAGS.items():
         options = {"nargs": "?", "const": LORA_RANK} if flag == "--lora" else {}
-        options |= {"dest": name, "type": kind, "metavar": metavar, "help": text, "default": SUPPRESS}
+        options |= {"dest": name, "type": value_type, "metavar": metavar, "help": text, "default": SUPPRESS}
         parser.add_argument(*dict.fromkeys((flag, f"--{name_of(flag)}")), **options)
+    for part, text in SECONDS.items():
+        options = {"type": float, "metavar": "S", "help": text, "default": SUPPRESS}
+        parser.add_argument(f"--{part}-seconds", f"--{part}_seconds", **options)
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     parser.add_argument("--modules", action="store_true", help="which modules are FP8, and why others are not")
     parser.add_argument("--server", action="store_true", help="for an engine in a server, on GPUs of its own")
@@ -73,7 +96,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 
 def _help() -> str:
-    """Return what `trl-fp8 plan --help` says: TRL's flags are left out."""
+    """Return the text of `trl-fp8 plan --help`, without TRL's flags."""
     parser = ArgumentParser(
         prog="trl-fp8 plan",
         description="Say what of a model would be FP8, and what fits on which GPUs, with which flags.",
@@ -84,55 +107,66 @@ def _help() -> str:
     return parser.format_help()
 
 
-def run(words: list[str]) -> str:
-    """Return what a plan prints for the words of its command line.
+def text_of(words: list[str]) -> str:
+    """Return the text of a plan for the words of its command line.
 
     Raises:
-        ValueError: A value is of no use, or does not go with another or with the model. The message names flag, value,
-            reason and remedy.
+        ValueError: A value is out of range, or does not go with another or with the model. The message names flag,
+            value, reason and remedy.
         OSError: The model is out of reach.
     """
     if "-h" in words or "--help" in words:
         return _help()
     arguments = read_arguments(words)
     values = arguments.values
+    times = _step_times(arguments)
     outline = _outline(str(values.model_name_or_path))
     setup = _setup(arguments, outline)
     args = setup.args
     if args.base_in_engine and outline.stored_as == "mxfp4":
         raise ValueError(f"fp8_base=True with MODEL={outline.name!r}, a checkpoint in MXFP4. Set fp8_base=False.")
     can_share_base = outline.stored_as != "mxfp4" and not any(
-        group.against_base(args, values) for group in args.groups()
+        group.flag_ruling_out_fp8_base(args, values) for group in args.groups()
     )
     require_same_positions(outline, setup.tokens)
     for group in args.groups():
         group.check_model(args, outline)
-    is_chosen = arguments.sets("fp8_weights") or arguments.sets("fp8_weight_format") or args.base_in_engine
-    if not is_chosen and args.fp8_weight_format not in formats_for(outline):
-        setup = setup.with_flags({"fp8_weights": False})  # the plan says why
+    wants_fp8_weights = arguments.sets("fp8_weights") or arguments.sets("fp8_weight_format") or args.base_in_engine
+    if not wants_fp8_weights and args.fp8_weight_format not in formats_for(outline):
+        setup = setup.with_flags({"fp8_weights": False})  # no error: the plan says why no weights can be FP8
     options = setup.args.recipe_options() | {"expert_kernels": values.engine == "cuda"}
-    sizes = SIZES[:1] if any(group.in_one_piece(args) for group in args.groups()) else SIZES
+    sizes = SIZES[:1] if any(group.rules_out_tensor_parallelism(args) for group in args.groups()) else SIZES
     planner = Planner(outline, options, sizes, SAVING if can_share_base else {})
-    if setup.tensor_parallel_size and not planner.splits(setup.tensor_parallel_size):
+    if setup.tensor_parallel_size and not planner.divides_heads(setup.tensor_parallel_size):
         raise ValueError(
             f"{_shown(arguments, 'vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of "
             f"{outline.name} by it. Give --tensor-parallel-size 1, or a divisor of their number."
         )
+    if values.server and args.policy_calls_engine:
+        raise ValueError(
+            f"{_shown(arguments, 'fp8_forward')} with --server: a plan is of GPUs, where a trainer refuses both "
+            "(docs/servers.md). Leave one of them out."
+        )
     if values.server:
         server = server_capacity(planner, setup)
         if values.json:
-            return json.dumps(server_as_json(server), indent=2)
-        plan, text = server.server.plan, server_as_text(server)
+            return json.dumps(server_as_json(server, times), indent=2)
+        plan = server.server.plan
+        text = server_as_text(server, times)
     else:
         capacity = planner.capacity(setup)
-        ways = [] if capacity.why_not is None else planner.ways(setup)
+        alternatives = [] if capacity.why_not is None else planner.alternatives(setup)
         if values.json:
-            return json.dumps(as_json(capacity, ways), indent=2)
-        machine = {"num_processes": "--gpus", "gpu_memory": "--gpu-memory"} if arguments.run_config is not None else {}
-        assumed = [flag for name, flag in machine.items() if not arguments.sets(name)]
-        plan, text = capacity.plan, as_text(capacity, ways, assumed)
+            return json.dumps(as_json(capacity, alternatives), indent=2)
+        assumed = []  # flags that describe the machine, which a run config need not say
+        if arguments.run_config is not None:
+            machine_flags = {"num_processes": "--gpus", "gpu_memory": "--gpu-memory"}
+            assumed = [flag for name, flag in machine_flags.items() if not arguments.sets(name)]
+        plan = capacity.plan
+        text = as_text(capacity, alternatives, assumed)
     if values.modules:
         text = f"{plan.table()}\n\n{text}"
+    # Flags with values for which the trainer's memory is not counted
     uncounted = [name for name, counted in COUNTED.items() if getattr(values, name) not in counted]
     if uncounted:
         text += f"\nwatch: not counted: {', '.join(_shown(arguments, name) for name in uncounted)}."
@@ -140,13 +174,14 @@ def run(words: list[str]) -> str:
 
 
 def read_arguments(words: list[str]) -> Arguments:
-    """Return the arguments of a plan. `ValueError` for a flag that is none of its own, and a number out of range."""
+    """Return the arguments of a plan. Raise `ValueError` for a flag of training only, or a number out of range."""
     parser = Parser()
     _add_arguments(parser)
-    # accelerate's name, and in a run config a key whose type is checked
+    # accelerate's name for --gpus. `by_name` makes it a known key of a run config, whose type is checked
     parser.by_name["num_processes"] = parser.add_argument("--num_processes", "--num-processes", type=int)
     arguments = parser.read(words)
     own_flags = {name for name, *_ in FLAGS.values()}.union(CHOSEN, ("engine", "modules", "json", "server"))
+    own_flags |= {f"{part}_seconds" for part in SECONDS}
     for name, word in arguments.spelled.items():
         if name not in own_flags:
             raise ValueError(f"{word} is no flag of a plan. Put it into a run config, and give that with --config.")
@@ -161,21 +196,47 @@ def read_arguments(words: list[str]) -> Arguments:
     return arguments
 
 
+def _step_times(arguments: Arguments) -> StepTimes | None:
+    """Return the seconds of a step that the user measured, or None if no flag has any.
+
+    Raises `ValueError` if --rollout-seconds, --train-seconds or --server is missing.
+    """
+    values = arguments.values
+    seconds = {part: getattr(values, f"{part}_seconds") for part in SECONDS if f"{part}_seconds" in arguments.spelled}
+    if not seconds:
+        return None
+    shown = _shown(arguments, f"{next(iter(seconds))}_seconds")
+    if not values.server:
+        raise ValueError(f"{shown}: rollouts overlap with training where a server samples them. Add --server.")
+    if not seconds.get("rollout") or not seconds.get("train"):
+        raise ValueError(
+            f"{shown}: what asynchronous training gains depends on both parts of a step. Give --rollout-seconds and "
+            "--train-seconds, each above 0."
+        )
+    return StepTimes(**seconds)
+
+
 def _setup(arguments: Arguments, outline: Outline) -> Setup:
-    """Return what to plan for. Values that neither a run config nor a word sets are a plan's, not TRL's."""
-    values, spelled = arguments.values, arguments.spelled
-    is_alone = arguments.run_config is None
-    # Without a run config a plan chooses what no word sets; beside one it is TRL's default
-    chosen = {"vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "max_completion_length"}
-    stated = {name: None if is_alone and name not in spelled else getattr(values, name) for name in chosen}
-    ranks = stated["vllm_tensor_parallel_size"] or 1
+    """Return the setup to plan for. Its defaults are a plan's own where they differ from TRL's."""
+    values = arguments.values
+    on_command_line = arguments.spelled
+    has_run_config = arguments.run_config is not None
+
+    def stated(name: str) -> Any:
+        """Return the value of a flag, or None if the plan chooses it. With a run config TRL's defaults are stated."""
+        return getattr(values, name) if has_run_config or name in on_command_line else None
+
+    completion = stated("max_completion_length")
+    tensor_parallel_size = stated("vllm_tensor_parallel_size")
+    utilization = stated("vllm_gpu_memory_utilization")
+    ranks = tensor_parallel_size or 1  # of an engine, on the trainer's GPUs
     if values.server:
-        ranks = 1  # of the engine on the trainer's GPUs: it has none there
-        # TRL's defaults, and the share in a run config, are those of an engine beside the trainer
-        if "vllm_gpu_memory_utilization" not in spelled:
-            stated["vllm_gpu_memory_utilization"] = None
+        ranks = 1
+        # A run config's share, and TRL's defaults, are for an engine that shares its GPUs with the trainer
+        if "vllm_gpu_memory_utilization" not in on_command_line:
+            utilization = None
         if not arguments.sets("vllm_tensor_parallel_size"):
-            stated["vllm_tensor_parallel_size"] = None
+            tensor_parallel_size = None
     gpus = values.num_processes or ranks
     if gpus % ranks:
         raise ValueError(
@@ -183,64 +244,66 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
             f"processes. Give --gpus {ranks}, or a multiple of it."
         )
     tokens = values.vllm_max_model_length
-    completions = values.generation_batch_size if "generation_batch_size" in spelled else None
-    changes = {"tf32": None, "deepspeed": None}  # what only the host that trains may have
-    completion = stated["max_completion_length"]
+    completions = values.generation_batch_size if "generation_batch_size" in on_command_line else None
+    changes = {"tf32": None, "deepspeed": None}  # only the host that trains may have this GPU, and this file
     if completion is None:
         tokens = tokens or min(CONTEXT, outline.context or CONTEXT)
         changes["max_completion_length"] = tokens - min(MOST_PROMPT, tokens // 2)
-    if is_alone:  # steps with which groups are whole on any number of GPUs
+    if not has_run_config:  # with these two, groups are complete on any number of GPUs
         changes |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": values.num_generations}
-        changes |= {} if "lora_r" in spelled else {"lora_r": LORA_RANK}
-    if "lora_r" in spelled or any(name in spelled and getattr(values, name) for name in SAVING):
+        if "lora_r" not in on_command_line:
+            changes["lora_r"] = LORA_RANK
+    if "lora_r" in on_command_line or any(name in on_command_line and getattr(values, name) for name in SAVING):
         changes["use_peft"] = True
     if completions:
-        changes["generation_batch_size"] = None  # the plan finds the steps that come to it
+        changes["generation_batch_size"] = (
+            None  # the plan computes the accumulation steps for this number of completions
+        )
     mode = "server" if values.server else "colocate"
     if not arguments.sets("vllm_mode"):
-        changes["vllm_mode"] = mode  # with which the config refuses what needs the other one
+        changes["vllm_mode"] = mode  # so that the config refuses flags of the other mode
     vars(values).update(changes)
     _, args, model, _ = arguments.configs(gpus)
-    for name, is_fine in ("vllm_mode", args.vllm_mode == mode), ("use_vllm", args.use_vllm):
-        if not is_fine and arguments.sets(name):
+    for name, planned in ("vllm_mode", mode), ("use_vllm", True):
+        if getattr(args, name) != planned and arguments.sets(name):
             raise ValueError(
                 f"{_shown(arguments, name)}: a plan is of an engine that shares its GPUs with the trainer, or of one "
                 "in a server, with --server."
             )
-    dtype = model.dtype or "bfloat16"  # of what is beside an FP8 base
+    dtype = model.dtype or "bfloat16"  # None only with an FP8 base: then the weights beside the base are BF16
     if dtype not in BYTES:
         raise ValueError(f"dtype={dtype!r}: a plan counts {listed(BYTES)}. Give one of them.")
     return Setup(
         args,
         tokens=tokens or completion + MOST_PROMPT,
-        completions=completions or (Setup.completions if is_alone else args.generation_batch_size),
+        completions=completions or (args.generation_batch_size if has_run_config else Setup.completions),
         gpus=gpus,
         gpu_bytes=getattr(values, "gpu_memory", 80.0) * GIB,
         lora_rank=model.lora_r if model.use_peft else None,
         dtype=dtype,
-        tensor_parallel_size=stated["vllm_tensor_parallel_size"],
-        utilization=stated["vllm_gpu_memory_utilization"],
+        tensor_parallel_size=tensor_parallel_size,
+        utilization=utilization,
         run_config=arguments.run_config,
     )
 
 
 def _shown(arguments: Arguments, name: str) -> str:
-    """Return flag and value, for messages."""
+    """Return a flag with its value for a message, as the user wrote them."""
     value = getattr(arguments.values, name)
     return f"{arguments.spelled[name]} {value}" if name in arguments.spelled else f"{name}={value!r}"
 
 
 def _outline(model: str) -> Outline:
-    """Return the outline of a model that the trainer takes and an engine can serve; `ValueError` for others."""
+    """Return the outline of a model. Raise `ValueError` if the trainer cannot train it or no engine can serve it."""
     config = model_config(model)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(
             f"MODEL={model!r}: models of type {config.get('model_type')!r} bring their own code (auto_map), which a "
             "plan does not run. FP8GRPOTrainer does, with trust_remote_code=True, and says whether vLLM can serve it."
         )
-    dequantizing_config(model)  # raises for what it cannot dequantize
+    dequantizing_config(model)  # raises for a quantization that transformers cannot undo
     outline = from_model.outline_of_pretrained(model)
-    # only vLLM knows all its models, but it takes seconds to import
+    # vLLM knows all models that it serves, but takes seconds to import. So it is only asked about untested families
     asks_vllm = find_spec("vllm") and not family_of(outline.config_type).tested
     require_servable(outline, engine_class if asks_vllm else None)
     return outline

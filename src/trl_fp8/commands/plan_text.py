@@ -1,5 +1,6 @@
-"""A plan in ten lines, for somebody who has a model and GPUs: what training takes, and what fits."""
+"""Text and JSON of a plan: the GPU memory that a training run needs, whether it fits, and the flags for it."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import fields
 from math import ceil, gcd
@@ -8,26 +9,27 @@ from shlex import join
 from trl import ModelConfig
 
 from trl_fp8.config import FP8GRPOConfig
-from trl_fp8.planning.capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
+from trl_fp8.planning.capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity, ServerCapacity
+from trl_fp8.planning.overlap import StepTimes
 from trl_fp8.planning.risks import risks
-from trl_fp8.planning.server_capacity import ServerCapacity
 from trl_fp8.planning.trainer_memory import GIB
 from trl_fp8.recipe.messages import format_bytes
 from trl_fp8.recipe.names import MLA
+from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import adapter_targets
 
 
-LEAST_SHOWN = GIB / 20  # anything smaller would print as 0.0 GiB
+SMALLEST_SHOWN = GIB / 20  # bytes; fewer would print as 0.0 GiB
 DEFAULTS = {item.name: item.default for kind in (FP8GRPOConfig, ModelConfig) for item in fields(kind)}
-# Flags with which a policy with adapters needs less memory
+# Flags that save memory in training with adapters
 SAVING = {name: value for group in FP8GRPOConfig.groups() for name, value in group.SAVING.items()}
-# Flags that a plan prints if a run would not have these values anyway
+# Flags that a plan prints if their values are neither defaults nor in the run config
 CHOSEN = (
     *(*SAVING, "dtype", "vllm_tensor_parallel_size"),
-    *(name for group in FP8GRPOConfig.groups() for name in group.FP8),
+    *(name for group in FP8GRPOConfig.groups() for name in group.OFF_VALUES),
     "fp8_weight_format",
 )
-PARTS = {  # of the trainer's memory -> what the text calls it
+TRAINER_PARTS = {  # field of `TrainerMemory` -> its name in the text
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "Adam",
@@ -38,29 +40,59 @@ PARTS = {  # of the trainer's memory -> what the text calls it
 }
 
 
+def _lora_targets(outline: Outline) -> list[str]:
+    """Return `lora_target_modules`.
+
+    PEFT's all-linear also adapts experts and routers, and their adapters dwarf all others. So models with experts, and
+    those with latent attention (MLA), get the names of the modules.
+    """
+    if outline.experts or any(name.endswith(MLA) for name in outline.linears):
+        return adapter_targets(outline.linears)
+    return ["all-linear"]
+
+
 def recommended_flags(capacity: Capacity) -> dict[str, object]:
-    """Return flags of `trl-fp8 train` for a plan that fits, those against its risks included; `{}` if it does not fit.
-    Defaults are left out unless the run config has other values.
+    """Return the flags of `trl-fp8 train` for a plan, with those that avert its risks; `{}` if the plan does not fit.
+
+    A flag with its default value is left out, unless the run config sets another value.
     """
     if capacity.why_not is not None:
         return {}
-    setup, outline = capacity.setup, capacity.plan.outline
-    args, run_config = setup.args, setup.run_config or {}
+    flags = _training_flags(capacity, {"vllm_gpu_memory_utilization": capacity.utilization})
+    for risk in risks(capacity.plan, capacity.setup):
+        flags |= risk.flags
+    return flags
+
+
+def server_flags(capacity: ServerCapacity) -> dict[str, object]:
+    """Return the flags of `trl-fp8 train` for the trainer beside a server; `{}` if the trainer does not fit."""
+    if not capacity.trainer_fits:
+        return {}
+    flags = _training_flags(capacity.trainer, {"vllm_mode": "server"})
+    flags.pop("vllm_tensor_parallel_size", None)  # the trainer asks the server for it
+    return flags
+
+
+def _training_flags(capacity: Capacity, engine_flags: dict[str, object]) -> dict[str, object]:
+    """Return the flags for the trainer of a plan, with `engine_flags` among them."""
+    setup = capacity.setup
+    outline = capacity.plan.outline
+    args = setup.args
+    run_config = setup.run_config or {}
     flags = {"accelerate_config": "fsdp2", "num_processes": setup.gpus} if setup.gpus > 1 else {}
     if setup.lora_rank:
-        # PEFT's all-linear would also adapt experts and routers, whose adapters dwarf all others
-        is_whole = not outline.experts and not any(name.endswith(MLA) for name in outline.linears)
-        targets = "all-linear" if is_whole else " ".join(adapter_targets(outline.linears))
+        targets = " ".join(_lora_targets(outline))
         flags |= {"use_peft": True, "lora_r": setup.lora_rank, "lora_target_modules": targets}
-        flags["lora_dropout"] = 0.0  # TRL's default is 0.05, and an engine drops nothing
-    step = setup.gpus * args.per_device_train_batch_size  # sequences
-    whole = args.num_generations // gcd(args.num_generations, step)  # the fewest steps that make whole groups
-    # Both say how many batches a generation has; a run config may set one of them alone
+        flags["lora_dropout"] = 0.0  # TRL's default is 0.05, but an engine has no dropout
+    batch_size = setup.gpus * args.per_device_train_batch_size  # sequences, over all GPUs
+    # The fewest batches that together have only complete groups (all completions of a prompt)
+    batches_of_groups = args.num_generations // gcd(args.num_generations, batch_size)
+    # Either flag sets how many batches a generation has. A run config may set only one of them
     accumulation = "steps_per_generation" if "steps_per_generation" in run_config else "gradient_accumulation_steps"
     flags |= {
-        "vllm_gpu_memory_utilization": capacity.utilization,
+        **engine_flags,
         "per_device_train_batch_size": args.per_device_train_batch_size,
-        accumulation: ceil(setup.completions / (step * whole)) * whole,
+        accumulation: ceil(setup.completions / (batch_size * batches_of_groups)) * batches_of_groups,
         "max_completion_length": args.max_completion_length,
         "vllm_max_model_length": setup.tokens,
     }
@@ -70,44 +102,42 @@ def recommended_flags(capacity: Capacity) -> dict[str, object]:
         overrides = run_config.get(name) not in (None, values[name])
         if overrides or values[name] != defaults[name]:
             flags[name] = values[name]
-    for risk in risks(capacity.plan, setup):
-        flags |= risk.flags
     return flags
 
 
-def warnings(capacity: Capacity) -> list[str]:
-    """Return what to watch in a plan."""
-    found = [risk.text for risk in risks(capacity.plan, capacity.setup)]
-    sequences = capacity.held_tokens // capacity.setup.tokens
+def watch_lines(capacity: Capacity) -> list[str]:
+    """Return the warnings about a plan, without the "watch:" that its text puts before each."""
+    lines = [risk.text for risk in risks(capacity.plan, capacity.setup)]
+    sequences = capacity.cache_tokens // capacity.setup.tokens
     if capacity.why_not is None and sequences < min(capacity.sequences, 4 * LEAST_SEQUENCES):
-        room = f"holds {sequences} of {capacity.sequences} sequences at full length at once"
-        found.append(f"the KV cache {room}; others wait.")
-    return found
+        held_at_once = f"{sequences} of {capacity.sequences} sequences at full length at once"
+        lines.append(f"the KV cache holds {held_at_once}; others wait.")
+    return lines
 
 
-def as_json(capacity: Capacity, ways: list[Capacity]) -> dict:
-    """Return the plan's figures under fixed names, for scripts."""
+def as_json(capacity: Capacity, alternatives: list[Capacity]) -> dict:
+    """Return the plan's figures under fixed names, for scripts. For `alternatives` see `Planner.alternatives`."""
     plan = capacity.plan
     return {
         "model": plan.outline.name,
         "weights_gib": {"bf16": plan.bytes_before / GIB, "fp8": plan.bytes_after / GIB},
         "kv_bytes_per_token": {"bf16": plan.cache.token_bytes(False), "fp8": plan.cache.token_bytes(True)},
         "fp8_share_of_parameters": plan.fp8_share,
-        "risks": warnings(capacity),
+        "risks": watch_lines(capacity),
         **_figures(capacity),
-        "fits_instead": [_figures(way) for way in ways],
+        "fits_instead": [_figures(each) for each in alternatives],
     }
 
 
 def _figures(capacity: Capacity) -> dict:
-    """Return the figures of one way to train."""
+    """Return the figures of one capacity, of the plan itself or of an alternative."""
     return {
         "gpus": capacity.setup.gpus,
         "lora_rank": capacity.setup.lora_rank,
         "fp8_base": capacity.setup.args.base_in_engine,
         "tensor_parallel_size": capacity.ranks,
         "gib_per_gpu": {
-            "trainer": {name: getattr(capacity.trainer, name) / GIB for name in (*PARTS, "uncounted", "total")},
+            "trainer": _trainer_gib(capacity),
             "engine": capacity.engine_bytes / GIB,
             "engine_weights": capacity.weight_bytes / GIB,
             "total": capacity.total_bytes / GIB,
@@ -119,19 +149,29 @@ def _figures(capacity: Capacity) -> dict:
     }
 
 
-def as_text(capacity: Capacity, ways: list[Capacity], assumed: Sequence[str] = ()) -> str:
-    """Return the summary. `ways`: what fits instead; `assumed`: flags of the machine that the user did not set."""
-    lines = [*_model(capacity), "", *_memory(capacity, assumed), ""]
+def _trainer_gib(capacity: Capacity) -> dict[str, float]:
+    """Return the trainer's memory on a GPU in GiB, by part."""
+    return {name: getattr(capacity.trainer, name) / GIB for name in (*TRAINER_PARTS, "uncounted", "total")}
+
+
+def as_text(capacity: Capacity, alternatives: list[Capacity], assumed: Sequence[str] = ()) -> str:
+    """Return a summary of about ten lines.
+
+    Args:
+        alternatives: Other plans that fit, if this one does not.
+        assumed: Flags that describe the machine and that the user did not set.
+    """
+    lines = [*_model_lines(capacity), "", *_memory_lines(capacity, assumed), ""]
     if capacity.why_not is None:
-        lines += [f"watch: {text}" for text in warnings(capacity)]
-        lines.append(f"flags: {_words(capacity) or 'none, the run config has them'}")
-    elif ways:
+        lines += [f"watch: {text}" for text in watch_lines(capacity)]
+        lines.append(f"flags: {_flag_words(recommended_flags(capacity), capacity)}")
+    elif alternatives:
         lines.append("What fits instead:")
-        for way in ways:
-            total = f"{way.total_bytes / GIB:.0f} of {way.limit_bytes / GIB:.0f} GiB"
-            lines.append(f"  {_kind(way)}: {total}, {way.held_tokens:,} tokens of KV cache")
-            lines.append(f"    flags: {_words(way)}")
-        lines += [f"watch: {text}" for text in warnings(ways[0])]
+        for each in alternatives:
+            total = f"{each.total_bytes / GIB:.0f} of {each.limit_bytes / GIB:.0f} GiB"
+            lines.append(f"  {_setup_text(each)}: {total}, {each.cache_tokens:,} tokens of KV cache")
+            lines.append(f"    flags: {_flag_words(recommended_flags(each), each)}")
+        lines += [f"watch: {text}" for text in watch_lines(alternatives[0])]
     else:
         saving = ", an FP8 base" if SAVING else ""
         tried = f"LoRA{saving}, FSDP2 over up to {MOST_GPUS} GPUs, tensor parallel sizes up to {SIZES[-1]}"
@@ -139,56 +179,80 @@ def as_text(capacity: Capacity, ways: list[Capacity], assumed: Sequence[str] = (
     return "\n".join(lines)
 
 
-def server_as_json(capacity: ServerCapacity) -> dict:
-    """Return the figures of a server and its trainer under fixed names, for scripts."""
+def server_as_json(capacity: ServerCapacity, times: StepTimes | None = None) -> dict:
+    """Return the figures of a server and its trainer under fixed names, for scripts. `times` were measured."""
     server, trainer = capacity.server, capacity.trainer
-    return {
+    figures = {
         "model": server.plan.outline.name,
         "server": {
             "gpus": server.ranks,
             "gib_per_gpu": {"engine": server.engine_bytes / GIB, "weights": server.weight_bytes / GIB},
             "kv_tokens": server.kv_tokens,
             "fits": server.why_no_cache is None,
-            "command": serve_words(capacity),
+            "command": serve_command(capacity),
         },
         "trainer": {
             "gpus": trainer.setup.gpus,
-            "gib_per_gpu": {name: getattr(trainer.trainer, name) / GIB for name in (*PARTS, "uncounted", "total")},
-            "limit": trainer.limit_bytes / GIB,
+            "gib_per_gpu": _trainer_gib(trainer),
+            "limit_gib_per_gpu": trainer.limit_bytes / GIB,
             "staged_gib": capacity.staged_bytes / GIB,
             "fits": capacity.trainer_fits,
+            "flags": server_flags(capacity),
         },
     }
+    if times is not None:
+        figures["seconds_per_step"] = {"synchronous": times.synchronous, "asynchronous": times.asynchronous}
+    return figures
 
 
-def server_as_text(capacity: ServerCapacity) -> str:
-    """Return the summary of a trainer with a server: what moves to the server, and what stays."""
+def server_as_text(capacity: ServerCapacity, times: StepTimes | None = None) -> str:
+    """Return the summary of a trainer and its server: the memory of each, whether it fits, and the commands.
+
+    With `times`, the measured seconds of a step, the summary also says what asynchronous training gains.
+    """
     server, trainer = capacity.server, capacity.trainer
     limit = f"{_gib(trainer.limit_bytes)} GiB"
-    verdict = "fits" if capacity.trainer_fits else f"DOES NOT FIT ({_gib(capacity.trainer_bytes)} GiB are more)"
+    trainer_verdict = "fits" if capacity.trainer_fits else f"DOES NOT FIT ({_gib(capacity.trainer_bytes)} GiB needed)"
     gpus = f"{server.ranks} GPUs" if server.ranks > 1 else "1 GPU"
-    served = "fits" if server.why_no_cache is None else f"DOES NOT FIT ({server.why_no_cache})"
+    server_verdict = "fits" if server.why_no_cache is None else f"DOES NOT FIT ({server.why_no_cache})"
     lines = [
-        *_model(server),
+        *_model_lines(server),
         "",
-        f"{_kind(trainer)}, and a server on {gpus} of its own. GiB per GPU, computed, not measured:",
+        f"{_setup_text(trainer)}, and a server on {gpus} of its own. GiB per GPU, computed, not measured:",
         f"  trainer {_gib(capacity.trainer_bytes):>6}  {_trainer_parts(trainer)}, staged FP8 weights "
-        f"{_gib(capacity.staged_bytes)}, of {limit}: {verdict}",
-        f"  server  {_gib(server.engine_bytes):>6}  {_engine_parts(server)}: {served}",
+        f"{_gib(capacity.staged_bytes)}, of {limit}: {trainer_verdict}",
+        f"  server  {_gib(server.engine_bytes):>6}  {_engine_parts(server)}: {server_verdict}",
         f"Shared memory of the host: {_gib(capacity.staged_bytes)} GiB, the staged weights once more.",
         "",
         "moves to the server: weights of the engine, KV cache, vLLM. Stays: the policy, its training, the scoring.",
-        "watch: vllm_mode='server' with FP8 has run on CPUs only; trainer and server share a host (docs/servers.md)",
-        f"serve: {serve_words(capacity)}",
-        f"flags: --vllm_mode server --vllm_max_model_length {server.setup.tokens}",
+        "watch: vllm_mode='server' with FP8 has run on CPUs of one host only (docs/servers.md)",
+        f"serve: {serve_command(capacity)}",
     ]
+    if capacity.trainer_fits:
+        lines.append(f"flags: {_flag_words(server_flags(capacity), trainer)}")
+    if times is not None:
+        lines += _overlap_lines(times, server.ranks + trainer.setup.gpus)
     return "\n".join(lines)
 
 
-def serve_words(capacity: ServerCapacity) -> str:
+def _overlap_lines(times: StepTimes, gpus: int) -> list[str]:
+    """Return two lines: the seconds of a step without and with overlap, and when overlap pays."""
+    waits = times.asynchronous - times.train - times.sync
+    is_waiting = times.rollout > times.train
+    idle = f"the trainer waits {waits:.3g} s of it" if is_waiting else "the trainer never waits"
+    return [
+        f"overlap: a step takes {times.synchronous:.3g} s synchronous, {times.asynchronous:.3g} s asynchronous "
+        f"({times.speedup:.2f} times as fast; {idle}).",
+        f"  It pays if a step with vllm_mode='colocate' on the same {gpus} GPUs takes longer, and if rollouts "
+        "that are some steps old do no harm (docs/async.md).",
+    ]
+
+
+def serve_command(capacity: ServerCapacity) -> str:
     """Return the command that starts the server of a plan."""
     server = capacity.server
-    recipe, args = server.plan.recipe, server.setup.args
+    recipe = server.plan.recipe
+    args = server.setup.args
     words = ["trl-fp8", "serve", server.plan.outline.name, "--max-model-len", str(server.setup.tokens)]
     if server.ranks > 1:
         words += ["--tensor-parallel-size", str(server.ranks)]
@@ -205,93 +269,109 @@ def serve_words(capacity: ServerCapacity) -> str:
         words += ["--kv-cache-dtype", "auto"]
     elif recipe.kv_cache_skip_layers:
         words += ["--kv-cache-skip-layers", *map(str, recipe.kv_cache_skip_layers)]
+    if args.base_in_engine:
+        targets = (server.setup.run_config or {}).get("lora_target_modules", _lora_targets(server.plan.outline))
+        lora = {"r": server.setup.lora_rank, "target_modules": targets[0] if targets == ["all-linear"] else targets}
+        words += ["--lora", json.dumps(lora)]
     return join([*words, "--gpu-memory-utilization", f"{server.utilization:g}"])
 
 
 def _trainer_parts(capacity: Capacity) -> str:
-    """Return the trainer's memory on a GPU, part by part."""
-    sizes = {name: getattr(capacity.trainer, part) for part, name in PARTS.items()}
-    return ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items() if size >= LEAST_SHOWN)
+    """Return the parts of the trainer's memory on a GPU, in GiB."""
+    parts = {name: getattr(capacity.trainer, part) for part, name in TRAINER_PARTS.items()}  # bytes
+    return ", ".join(f"{name} {_gib(count)}" for name, count in parts.items() if count >= SMALLEST_SHOWN)
 
 
 def _engine_parts(capacity: Capacity) -> str:
-    """Return the engine's memory on a GPU, part by part, and the tokens in its KV cache."""
+    """Return the parts of the engine's memory on a GPU, in GiB, and the tokens that its KV cache holds."""
     in_engine = capacity.trainer.in_engine
-    adapters = f", adapters {_gib(in_engine)}" if in_engine else ""
-    tokens = f"{capacity.held_tokens:,} tokens"
+    parts = [f"weights {_gib(capacity.weight_bytes - in_engine)}"]
+    if in_engine:
+        parts.append(f"adapters {_gib(in_engine)}")
+    parts += [f"vLLM {RESERVED_BYTES / GIB:.0f}", f"KV cache {_gib(max(0.0, capacity.kv_bytes))}"]
+    tokens = f"{capacity.cache_tokens:,} tokens"
     if len(capacity.kv_tokens) > 1:
         tokens += f" (BF16 engine: {capacity.kv_tokens['bf16']:,})"
-    tokens += f", on {capacity.ranks} GPUs together" if capacity.ranks > 1 else ""
-    weights = f"weights {_gib(capacity.weight_bytes - in_engine)}{adapters}, vLLM {RESERVED_BYTES / GIB:.0f}"
-    return f"share {capacity.utilization:g}: {weights}, KV cache {_gib(max(0.0, capacity.kv_bytes))}: {tokens}"
+    if capacity.ranks > 1:
+        tokens += f", on {capacity.ranks} GPUs together"
+    return f"share {capacity.utilization:g}: {', '.join(parts)}: {tokens}"
 
 
-def _model(capacity: Capacity) -> list[str]:
-    """Return two lines on the model in the engine."""
-    plan, recipe = capacity.plan, capacity.plan.recipe
-    size = f"{plan.parameters / 1e9:.2f} B" if plan.parameters >= 1e8 else f"{plan.parameters / 1e6:.1f} M"
+def _model_lines(capacity: Capacity) -> list[str]:
+    """Return two lines: parameters of the model, and its weights and KV cache in the engine."""
+    plan = capacity.plan
+    recipe = plan.recipe
+    parameters = f"{plan.parameters / 1e9:.2f} B" if plan.parameters >= 1e8 else f"{plan.parameters / 1e6:.1f} M"
     share = "in BF16 in the engine"
-    weights, cache = format_bytes(plan.bytes_before), format_bytes(plan.cache.token_bytes(False))
+    weights = format_bytes(plan.bytes_before)
+    cache = format_bytes(plan.cache.token_bytes(fp8=False))
     if recipe.fp8_weights:
         share = f"{plan.fp8_share:.1%} of them FP8 in the engine"
         weights += f" -> {format_bytes(plan.bytes_after)}"
     if recipe.fp8_kv_cache:
-        cache += f" -> {format_bytes(plan.cache.token_bytes(True))}"
-    windows = "".join(f", {count} layers keep {most:,} tokens at most" for most, count in plan.cache.windows.items())
-    model = f"{plan.outline.name}: {size} parameters, {share}."
+        cache += f" -> {format_bytes(plan.cache.token_bytes(fp8=True))}"
+    windows = "".join(
+        f", {count} layers keep {length:,} tokens at most" for length, count in plan.cache.windows.items()
+    )
+    model = f"{plan.outline.name}: {parameters} parameters, {share}."
     return [model, f"Weights {weights}; KV cache {cache} per token{windows}."]
 
 
-def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
-    """Return the table of a GPU's memory, with the verdict in its last row."""
-    setup, trainer, ranks = capacity.setup, capacity.trainer, capacity.ranks
-    free = 1 - capacity.limit_bytes / setup.gpu_bytes
-    limit = f"{_gib(capacity.limit_bytes)} GiB ({free:.0%} stay free for what is not counted)"
+def _memory_lines(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
+    """Return the table of a GPU's memory. Its row `total` says whether the plan fits."""
+    setup = capacity.setup
+    trainer = capacity.trainer
+    free_share = 1 - capacity.limit_bytes / setup.gpu_bytes
+    limit = f"{_gib(capacity.limit_bytes)} GiB ({free_share:.0%} stay free for what is not counted)"
     if setup.args.vllm_enable_sleep_mode:
-        asleep = "the engine's are" if capacity.weights_sleep else "its KV cache is"
-        limit += f", of which {asleep} free while the policy trains"
+        asleep = "weights and KV cache" if capacity.weights_sleep else "KV cache"
+        limit += f", and the engine frees its {asleep} while the policy trains"
     verdict = "fits"
     if capacity.why_not is not None:
         verdict = f"DOES NOT FIT ({capacity.why_not})"
-        machine = f"assumed: {setup.gpus} x {setup.gpu_bytes / GIB:g} GiB"
-        verdict += f"; give {' and '.join(assumed)} of your machine ({machine})" if assumed else ""
+        if assumed:
+            machine = f"assumed: {setup.gpus} x {setup.gpu_bytes / GIB:g} GiB"
+            verdict += f"; give {' and '.join(assumed)} of your machine ({machine})"
     lines = [
-        f"{_kind(capacity)}, sequences of {setup.tokens:,} tokens, {setup.completions:,} completions a generation.",
+        f"{_setup_text(capacity)}, sequences of {setup.tokens:,} tokens, "
+        f"{setup.completions:,} completions a generation.",
         "GiB per GPU, computed, not measured:",
         f"  trainer {_gib(trainer.total):>6}  {_trainer_parts(capacity)}".rstrip(),
         f"  engine  {_gib(capacity.engine_bytes):>6}  {_engine_parts(capacity)}",
         f"  total   {_gib(capacity.total_bytes):>6}  of {limit}: {verdict}",
     ]
     if setup.args.base_in_engine:
-        size = sum(row.bytes_after for row in capacity.plan.rows if row.precision == "fp8")
-        base = f"FP8 base ({_gib(size)})"
-        if ranks == 1:
+        base_bytes = sum(row.bytes_after for row in capacity.plan.rows if row.precision == "fp8")
+        base = f"FP8 base ({_gib(base_bytes)})"
+        if capacity.ranks == 1:
             lines.append(f"The {base} is held once, by the engine; the trainer reads it there.")
         else:
             lines.append(f"The trainer holds the {base} whole on each GPU, and each rank of the engine its part.")
     return lines
 
 
-def _gib(size: float) -> str:
-    return "< 0.1" if 0 < size < LEAST_SHOWN else f"{size / GIB:.1f}"
+def _gib(count: float) -> str:
+    """Return a number of bytes as GiB with one decimal."""
+    return "< 0.1" if 0 < count < SMALLEST_SHOWN else f"{count / GIB:.1f}"
 
 
-def _kind(capacity: Capacity) -> str:
+def _setup_text(capacity: Capacity) -> str:
     """Return a line such as `Full training (policy in FP32) on 8 GPUs of 80 GiB, FSDP2`."""
     setup = capacity.setup
     kind = f"LoRA, rank {setup.lora_rank}" if setup.lora_rank else "Full training"
     dtype = {"float32": "FP32", "bfloat16": "BF16"}[setup.dtype]
     policy = f"on an FP8 base, rest in {dtype}" if setup.args.base_in_engine else f"policy in {dtype}"
     gpus = f"{setup.gpus} GPUs" if setup.gpus > 1 else "1 GPU"
-    sharded = ", FSDP2" if setup.gpus > 1 else ""
-    split = f", tensor parallel size {capacity.ranks}" if capacity.ranks > 1 else ""
-    return f"{kind} ({policy}) on {gpus} of {setup.gpu_bytes / GIB:g} GiB{sharded}{split}"
+    text = f"{kind} ({policy}) on {gpus} of {setup.gpu_bytes / GIB:g} GiB"
+    if setup.gpus > 1:
+        text += ", FSDP2"
+    if capacity.ranks > 1:
+        text += f", tensor parallel size {capacity.ranks}"
+    return text
 
 
-def _words(capacity: Capacity) -> str:
-    """Return the flags as words, without those that a run config has already."""
-    flags = recommended_flags(capacity)
-    run_config = capacity.setup.run_config
-    if run_config is not None:
-        flags = {name: value for name, value in flags.items() if run_config.get(name) != value}
-    return " ".join(f"--{name} {value}" for name, value in flags.items())
+def _flag_words(flags: dict[str, object], capacity: Capacity) -> str:
+    """Return flags as on a command line, without those that the run config has with the same value."""
+    run_config = capacity.setup.run_config or {}
+    words = [f"--{name} {value}" for name, value in flags.items() if run_config.get(name) != value]
+    return " ".join(words) or "none, the run config has them"

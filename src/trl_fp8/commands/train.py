@@ -14,7 +14,7 @@ from trl_fp8.upstream.patches import substituted
 
 
 SCRIPT = "trl_fp8.scripts.grpo"
-# What `accelerate launch` takes, and warns that it does, where nothing says how to launch
+# Defaults of `accelerate launch`, which warns of each that is not set
 DEFAULTS = "--num_machines 1 --mixed_precision no --dynamo_backend no"
 HELP = ("-h", "--help", "--help-all")
 HEAD = """\
@@ -22,9 +22,10 @@ usage: trl-fp8 train --config FILE [--accelerate_config FILE] [--FLAG VALUE ...]
        trl-fp8 train --help [FLAG ...]
        trl-fp8 train --help-all                  all that TRL and transformers know; FP8 flags: docs/configuration.md
 
-GRPO with FP8 rollouts. FILE is a run config: YAML with a line for each flag, as those in examples/configs; flags after
-it win. Flags of `accelerate launch` are handed on to it. --accelerate_config says which GPUs, and how the policy is
-spread over them: a file of `accelerate config`, or the name of one of TRL's, such as fsdp2 or zero3.
+GRPO with FP8 rollouts. FILE is a run config: YAML with a line for each flag, like those in examples/configs. Flags on
+the command line override it. Flags of `accelerate launch` are passed on to accelerate. --accelerate_config says which
+GPUs are used, and how the policy is sharded: a file of `accelerate config`, or the name of one of TRL's, such as fsdp2
+or zero3.
 
 """
 COMMON = {  # group -> the flags that --help shows
@@ -41,8 +42,9 @@ COMMON = {  # group -> the flags that --help shows
 def launch(words: list[str]) -> int:
     """Start `accelerate launch` with the words of a command line. Return the exit status.
 
-    It is 2 after one line for a user's mistake, here or in a process, and 130 after Ctrl-C. A single process takes the
-    place of this one, so that status and signals are its own.
+    It is 2 if the user made a mistake, which is reported in one line, by this command or by a process that it started.
+    It is 130 after Ctrl-C. A run of one process replaces this process, so the run's exit status and signals are those
+    of the command.
     """
     try:
         if set(HELP).intersection(words):
@@ -69,19 +71,21 @@ def launch(words: list[str]) -> int:
 
 
 def launch_arguments(words: list[str]) -> Namespace:
-    """Check all arguments. Return those of `accelerate launch`, with all words for the script, which reads its own."""
+    """Check all arguments. Return those of `accelerate launch`, which passes all of `words` on to the script."""
     import torch
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    from trl_fp8.scripts.arguments import Parser, parse_launch
+    from trl_fp8.scripts.arguments import Parser, parse_launch, words_for_accelerate
 
     parser = Parser()
     arguments = parser.read(words)
-    launch_words = []
+    for_accelerate = {}
     for name, value in (arguments.run_config or {}).items():
-        if name not in parser.by_name and name != "env" and value is not False:  # a switch of accelerate's, left out
-            launch_words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        belongs_to_accelerate = name not in parser.by_name and name != "env"
+        if belongs_to_accelerate:
+            for_accelerate[name] = value
+    launch_words = words_for_accelerate(for_accelerate)
     try:
         launch_words = resolve_accelerate_config_argument([*launch_words, *arguments.other_words])
     except ValueError as error:
@@ -90,30 +94,33 @@ def launch_arguments(words: list[str]) -> Namespace:
         raise ValueError(f"{error} TRL's are {usable}.") from error
     launch_words += ["--quiet", "--module", SCRIPT, *words]
     launched = parse_launch(launch_words)
-    # As many processes as accelerate will start: batches are checked for them
-    file = launched.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-    if file is None:  # accelerate would start one process where it sees no GPUs
+    # How many processes accelerate will start: the config checks the batch size against it
+    config_file = launched.config_file or (default_config_file if Path(default_config_file).is_file() else None)
+    if config_file is None:
         processes = launched.num_processes or max(torch.cuda.device_count(), 1)
-        chosen = (launched.cpu, launched.tpu, launched.use_fsdp, launched.use_deepspeed, launched.use_megatron_lm)
-        multi_gpu = ["--multi_gpu"] if processes > 1 and not any(chosen) else []
-        launched = parse_launch(["--num_processes", str(processes), *DEFAULTS.split(), *multi_gpu, *launch_words])
+        defaults = ["--num_processes", str(processes), *DEFAULTS.split()]
+        backends = (launched.cpu, launched.tpu, launched.use_fsdp, launched.use_deepspeed, launched.use_megatron_lm)
+        # Without --multi_gpu accelerate starts one process on a host without GPUs, whatever --num_processes says
+        if processes > 1 and not any(backends):
+            defaults.append("--multi_gpu")
+        launched = parse_launch([*defaults, *launch_words])
     else:
         try:
-            processes = launched.num_processes or load_config_from_file(file).num_processes
+            processes = launched.num_processes or load_config_from_file(config_file).num_processes
         except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"--accelerate_config {file}: {error}") from error
+            raise ValueError(f"--accelerate_config {config_file}: {error}") from error
     script, _, model, mixture = arguments.configs(processes)
     if launched.training_script != SCRIPT:
         raise ValueError(
-            f"{launched.training_script!r} belongs to no flag. A run config follows --config, and what accelerate "
-            "shall do may stand in a file, behind --accelerate_config."
+            f"{launched.training_script!r} is not the value of any flag. Pass a run config as --config FILE, and a "
+            "config of accelerate as --accelerate_config FILE."
         )
     require_task(script, model, mixture)
     return launched
 
 
 def _become(args: Namespace) -> None:
-    """Replace accelerate's launcher of one process, which waits for a child and makes 1 of its exit status."""
+    """Run the script in this process. accelerate's own launcher starts a child and turns any failure into status 1."""
     from accelerate.utils import prepare_simple_launcher_cmd_env
 
     words, environment = prepare_simple_launcher_cmd_env(args)
@@ -123,24 +130,26 @@ def _become(args: Namespace) -> None:
 
 
 def help_text(words: list[str]) -> str:
-    """Return the help on the flags among words, spelled as on the command line or as in YAML; without any, on those
-    that most runs set. `ValueError` for a flag that is none.
+    """Return the help for the flags that are named after --help (as `--max-steps` or `max_steps`), or for those that
+    most runs set if none is named. Raise `ValueError` for an unknown flag.
     """
     from trl_fp8.scripts.arguments import Parser, name_of
 
     parser = Parser()
     if "--help-all" in words:
         return parser.format_help()
-    names = [name_of(word) for word in words if word not in HELP]
+    first_help = min(words.index(word) for word in HELP if word in words)
+    names = [name_of(word) for word in words[first_help + 1 :] if word not in HELP]
     for name in names:
         if name not in parser.by_name:
             raise ValueError(f"--help {name}: no flag has this name{did_you_mean(name, parser.by_name)}")
     width = min(get_terminal_size((120, 50)).columns, 120)
     formatter = ArgumentDefaultsHelpFormatter(parser.prog, max_help_position=6, width=width)
-    for group, flags in {None: " ".join(names)}.items() if names else COMMON.items():
+    shown = {None: " ".join(names)} if names else COMMON
+    for group, flags in shown.items():
         formatter.start_section(group)
         for name in flags.split():
-            if name in parser.by_name:  # the flags of a feature are there with it
+            if name in parser.by_name:  # absent if the folder of its feature was deleted
                 action = copy(parser.by_name[name])
                 vars(action).update(option_strings=[f"--{name}"], metavar=None if action.choices else "VALUE")
                 formatter.add_argument(action)

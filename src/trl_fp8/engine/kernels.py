@@ -1,10 +1,12 @@
-"""`EngineKernels`: what an engine computes, part by part, as a policy that shares its forward calls it.
+"""The engine's kernels, one method per part of a model, for a policy that computes its forward with them.
 
-Each part is the engine's own kernel on the engine's own tensors, in BF16 and without gradients, and is looked up by
-the checkpoint name of the policy's module. A row's bits do not depend on the rest of the batch, so a trainer gets from
-its own batches what the engine computed when it decoded.
+Most methods return or call one of the engine's own kernels, which works on the engine's own tensors, in BF16 and
+without gradients; four methods only describe the model (see `EngineKernels`). The part is looked up by the checkpoint
+name of the policy's module, or by the number of its decoder layer. A row's bits do not depend on the rest of the
+batch. A trainer's batch therefore gives the same bits that the engine computed when it decoded the same tokens.
 
-Shape letters: T tokens, K in-features, N out-features, H heads, G key heads, D head size, R sequences, V vocabulary.
+Shape letters: T tokens, K in-features, N out-features, H heads, G key heads, D head size, R sequences, V vocabulary,
+E experts, k experts chosen for each token, P positions, F rotary angles.
 """
 
 from collections.abc import Callable
@@ -15,80 +17,104 @@ from torch import Tensor
 from torchao.quantization import Float8Tensor
 
 
-# positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> both, rotated; the arguments stay as they are
+# (positions `[T]`, query `[T, H * D]`, key `[T, G * D]`) -> (rotated query, rotated key). Changes no argument in place
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Linear(Protocol):
-    """One call of the engine, which computes one linear layer of the policy or those that it fused."""
+    """One linear layer of the engine: one of the policy's layers, or several of them that the engine fuses."""
 
-    layers: tuple[str, ...]  # the policy's, in the order of the output's columns
+    layers: tuple[str, ...]  # checkpoint names of the policy's layers, in the order of the output's columns
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the outputs of `layers` for x `[T, K]`, biases included, one after another, maybe with padding."""
+        """Return the outputs of `layers` for x `[T, K]`, with their biases, side by side: `[T, sum of N]`.
+
+        The last dimension may be padded.
+        """
 
     def codes(self, layer: str) -> Float8Tensor | None:
-        """Return views of the engine's codes and scales of one layer's weight `[N, K]`; None if it is not FP8."""
+        """Return the FP8 weight `[N, K]` of one layer, codes and scales, as views of the engine's tensors.
+
+        None if the weight is not FP8.
+        """
 
 
 class Attention(Protocol):
-    """Attention of a decoder layer over sequences that are packed one after another, as a prefill computes it."""
+    """Attention of a decoder layer, as a prefill computes it. The sequences of a batch are concatenated."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scales: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the output `[T, H, D]`, the log-sum-exp of each query's scores `[H, T]`, and q, k, v as the kernel
-        rounded them.
+        """Return the output `[T, H, D]`, the log-sum-exp of each query's scores `[H, T]`, and rounded q, k and v.
 
-        query `[T, H, D]`, key and value `[T, G, D]`; starts: first token of each sequence and the end, int32
-        `[R + 1]`; scales: those of q, k and v in an FP8 cache, `[3]`, or None.
+        Args:
+            query: `[T, H, D]`.
+            key, value: `[T, G, D]`.
+            starts: `[R + 1]`, int32. The index of each sequence's first token, and T at the end.
+            longest: The number of tokens of the longest sequence.
+            scales: `[3]`, the scales of q, k and v for an FP8 cache; None for a BF16 cache.
+
+        The kernel rounds q, k and v as the engine does. The returned q, k and v are the rounded ones.
         """
 
-    scaling: float  # of scores
-    window: int | None  # tokens that a query sees, itself included; None: all before it
+    scaling: float  # factor of the scores q k
+    window: int | None  # number of tokens that a query sees, its own included; None: all tokens up to its own
     softcap: float | None  # scores s become softcap * tanh(s / softcap)
 
 
 class EngineKernels(Protocol):
-    """Parts of an engine. `ValueError` for one that the engine does not have, or whose kernel is not known.
+    """The kernels of one engine.
 
-    `angles`, `definition`, `eps` and `scores` are those of any engine, whether or not a trainer can share its kernels.
+    Methods raise `ValueError` if the engine lacks the part, or if this package does not know the part's kernel.
+    `angles`, `reference_activation`, `eps` and `scores` are read from the engine's model and call none of its kernels,
+    so they also work where a trainer cannot call those.
     """
 
-    def linear(self, layer: str) -> Linear: ...
+    def linear(self, layer: str) -> Linear:
+        """Return the engine's linear layer that computes `layer` of the policy."""
 
     def norm(self, module: str) -> Callable[[Tensor], Tensor]:
         """Return the norm as a function of x `[T, ..., N]`."""
 
     def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
-        """Return the function that makes act(gate) * up `[T, N]` of gate and up `[T, 2 N]`."""
+        """Return a function: gate and up, concatenated, `[T, 2 N]` -> act(gate) * up `[T, N]`."""
 
-    def rotary(self, layer: int) -> Rotary: ...
+    def rotary(self, layer: int) -> Rotary:
+        """Return the function that rotates the queries and keys of a decoder layer."""
 
     def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin at positions `[P]`, one column for each angle; None if the layer has no table of them."""
+        """Return cos and sin of a decoder layer's rotary angles at `positions` `[P]`, each `[P, F]`.
 
-    def attention(self, layer: int) -> Attention: ...
+        None if the layer has no table of cos and sin.
+        """
 
-    def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
-        """Return the activation `[T, 1]` of gate and up `[T, 2]` by torch's operations in FP32; None if not known."""
+    def attention(self, layer: int) -> Attention:
+        """Return the attention of a decoder layer."""
+
+    def reference_activation(self, mlp: str, gate_up: Tensor) -> Tensor | None:
+        """Compute act(gate) * up `[T, N]` from gate and up, concatenated, `[T, 2 N]`, with torch's operations in FP32.
+
+        Returns None if this package has no such formula for the activation.
+        """
 
     def eps(self, module: str) -> float | None:
         """Return the eps of a norm; None for any other module."""
 
     def scores(self, layer: int) -> tuple[float, int | None, float | None]:
-        """Return `scaling`, `window` and `softcap` of a layer's `Attention`."""
+        """Return `scaling`, `window` and `softcap` of the `Attention` of a decoder layer."""
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-        """Return a function: x `[T, K]` -> logits `[T, E]`, gate weights FP32 `[T, k]`, chosen experts `[T, k]`."""
+        """Return a function: x `[T, K]` -> logits `[T, E]`, gate weights `[T, k]` in FP32, chosen experts `[T, k]`."""
 
     def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Return a function: x `[T, K]`, chosen experts `[T, k]`, gate weights `[T, k]` -> `[T, K]`."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return what the sampler gets for `[T, K]`: logits `[T, V]`, scaled and capped as the model wants them."""
+        """Return the sampler's logits `[T, V]` for hidden states `[T, K]`, with the model's scaling and soft cap."""
 
     def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> AbstractContextManager[None]:
-        """Call `note(layers, x, y)` after each call of a linear layer in the engine's own forward, inside the block.
-        A compiled engine makes no calls.
+        """Inside the block, call `note(layers, x, y)` after each linear layer of the engine's own forward.
+
+        `layers` are the policy's layers (see `Linear`), `x` the input, `y` the output. A compiled engine runs no
+        hooks, so `note` is never called.
         """

@@ -1,4 +1,4 @@
-"""FP8 checkpoints: what the engine was sent, as files that vLLM and transformers load.
+"""FP8 checkpoints: the tensors that a sync sends, as files that vLLM and transformers load.
 
     folder/
       model-00001-of-00003.safetensors   e4m3 `weight` with its scales (of each expert too), others BF16
@@ -7,9 +7,9 @@
       checksums.json                     file -> SHA-256, see `file_checksums.py`
       generation_config.json, tokenizer files, README.md
 
-Tensors are quantized one by one and written shard by shard, so that one shard is in memory, into a temporary folder
-that is renamed at the end: a folder that exists is complete. transformers cannot do it: on CPU its `save_pretrained`
-quantizes embeddings and output head of an FP8 checkpoint, too, and drops `quantization_config` (transformers 5.17).
+Tensors are quantized one by one and written shard by shard, so only one shard is in memory. They go into a temporary
+folder that is renamed at the end, so a folder that exists is complete. `save_pretrained` of transformers 5.17 cannot
+write these checkpoints: on CPU it also quantizes embeddings and output head, and drops `quantization_config`.
 """
 
 import json
@@ -60,13 +60,13 @@ def export_fp8(
         model: A transformers causal LM of any floating point dtype. Its config and generation config are written too.
         tokenizer: The model's tokenizer, saved beside it.
         folder: The target must not exist, or be empty.
-        kv_scales: Scales of an FP8 KV cache, with which vLLM needs no calibration. None writes none.
-        recipe: The recipe says what is FP8. None makes everything FP8 that can be.
-        parameters: Pairs (checkpoint name, full tensor), for a model that is sharded or has adapters. None takes the
-            model's own.
-        card: The policy's model card, which the export's section is appended to.
+        kv_scales: Scales of an FP8 KV cache, so that vLLM needs no calibration. None: the checkpoint has none.
+        recipe: Says which tensors are FP8. None: all that can be.
+        parameters: Pairs (checkpoint name, full tensor), for a model that is sharded or has adapters. None: the
+            model's own parameters.
+        card: The policy's model card, to which a section on the export is appended.
         merge: Sentences for the card on adapters that are merged in `parameters`.
-        shard_bytes: Size at which a shard is closed.
+        shard_bytes: Size of a shard, in bytes.
 
     Raises:
         ValueError: `folder` holds files, the policy has nothing to quantize or is a PEFT model without `parameters`,
@@ -139,7 +139,9 @@ def _write(
 
 
 def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> None:
-    written, total = [], 0
+    """Write shards and their index. Files are renamed at the end, because their names have the number of shards."""
+    written = []  # (file, names of its tensors)
+    total = 0  # bytes
     for shard in shards:
         path = folder / f"{len(written)}.safetensors"
         try:
@@ -148,7 +150,7 @@ def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> N
             raise OSError(f"{path} could not be written: {error}") from error
         written.append((path, list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
-        del shard  # the generator's reference ends with its next step
+        del shard  # the generator drops its own reference before it fills the next shard: one is in memory at a time
     weight_map = {}
     for number, (path, names) in enumerate(written, start=1):
         final = f"model-{number:05}-of-{len(written):05}.safetensors"
@@ -172,23 +174,24 @@ def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> N
 
 def _shards(stream: Iterable[NamedTensor], recipe: FP8Recipe, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
-    shard, size = {}, 0
+    shard = {}
     for name, tensor in published(stream, recipe):
-        if size + tensor.nbytes > shard_bytes and shard and not name.endswith(recipe.format.scale_suffix):
+        is_full = sum(each.nbytes for each in (*shard.values(), tensor)) > shard_bytes
+        if shard and is_full and not name.endswith(recipe.format.scale_suffix):
             yield shard
-            shard, size = {}, 0
+            shard = {}
         shard[name] = tensor.detach().cpu().contiguous().clone()
-        size += tensor.nbytes
     if shard:
         yield shard
 
 
 def published(stream: Iterable[NamedTensor], recipe: FP8Recipe) -> Iterator[NamedTensor]:
-    """Yield the stream under the names of published checkpoints, most of which have the experts one by one."""
+    """Yield the stream under the names of published checkpoints. Most of these have a tensor for each expert."""
     for name, tensor in stream:
-        if parts := published_names(name, recipe.format.scale_suffix, recipe.model_type):
-            for expert, own in enumerate(tensor):
-                for part, rows in zip(parts, own.chunk(len(parts)), strict=True):
-                    yield part.format(expert), rows
+        patterns = published_names(name, recipe.format.scale_suffix, recipe.model_type)
+        if patterns:
+            for expert, expert_tensor in enumerate(tensor):
+                for pattern, rows in zip(patterns, expert_tensor.chunk(len(patterns)), strict=True):
+                    yield pattern.format(expert), rows
         else:
             yield name, tensor

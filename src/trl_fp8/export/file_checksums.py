@@ -1,4 +1,7 @@
-"""The folder of an export: free before it, its checksums written last and compared before it is pushed or used."""
+"""Folder and checksums of an export.
+
+The folder must be empty before an export. Checksums are written last, and compared before an export is pushed or used.
+"""
 
 import hashlib
 import json
@@ -10,10 +13,10 @@ CHECKSUMS = "checksums.json"
 
 
 def free_folder(folder: str | Path) -> Path:
-    """Return `folder`, which does not exist or is empty. Raise `ValueError` if it holds files or cannot be written."""
+    """Return `folder` as a `Path`. Raise `ValueError` if it has files, or cannot be written."""
     folder = Path(folder)
-    there = writable_parent(folder, "folder")
-    if there == folder.absolute() and any(there.iterdir()):
+    existing = writable_parent(folder, "folder")
+    if existing == folder.absolute() and any(existing.iterdir()):
         raise ValueError(
             f"folder={str(folder)!r} is not empty. An export is written whole or not at all; name a new folder."
         )
@@ -21,45 +24,50 @@ def free_folder(folder: str | Path) -> Path:
 
 
 def writable_parent(folder: str | Path, flag: str) -> Path:
-    """Return `folder` or its nearest parent that exists. Raise `ValueError` if it cannot be written."""
+    """Return `folder` if it exists, else its nearest existing parent.
+
+    Raise `ValueError` if the returned folder cannot be written. The message names `flag`, whose value `folder` is.
+    """
     path = Path(folder).absolute()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
     try:
-        with TemporaryFile(dir=there):
-            return there
+        with TemporaryFile(dir=existing):
+            return existing
     except OSError as error:
-        reason = f"{there} cannot be written ({error.strerror})"
-        raise ValueError(f"{flag}={str(folder)!r}: {reason}. Set {flag} to a folder that can be.") from error
+        reason = f"{existing} cannot be written ({error.strerror})"
+        raise ValueError(f"{flag}={str(folder)!r}: {reason}. Set {flag} to a folder that can be written.") from error
 
 
 def write_checksums(folder: Path) -> None:
-    """Record the SHA-256 of every file in `folder`."""
+    """Write the SHA-256 of every file in `folder` to `CHECKSUMS` in the same folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     checksums = {str(path.relative_to(folder)): _sha256(path) for path in files}
     (folder / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
 
 
 def verify_export(folder: str | Path) -> int:
-    """Compare every file of an export with its checksum; returns their number.
+    """Compare every file of an export with its checksum. Return the number of files.
 
     Raises:
-        ValueError: Files are missing or differ, or there are others beside them (hidden ones do not count); the
-            message names them. Or the folder is no export.
+        ValueError: The folder is not an export. Or files are missing, have changed, or were added; the message names
+            them. Hidden files do not count as added.
     """
     folder = Path(folder)
-    at = f"folder={str(folder)!r}"
+    folder_text = f"folder={str(folder)!r}"
     if not (folder / CHECKSUMS).exists():
-        raise ValueError(f"{at} has no {CHECKSUMS}: it was not written by export_fp8, or not completely.")
+        raise ValueError(f"{folder_text} has no {CHECKSUMS}: it was not written by export_fp8, or not completely.")
     expected = json.loads((folder / CHECKSUMS).read_text())
-    if outside := [name for name in expected if not (folder / name).resolve().is_relative_to(folder.resolve())]:
-        raise ValueError(f"{at}: {CHECKSUMS} names files outside of the folder: {', '.join(outside)}.")
-    # a loader would take weights or code that lie beside the export; what a Hub client leaves behind is hidden
-    there = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    visible = {str(path) for path in there if not any(part.startswith(".") for part in path.parts)}
-    if added := sorted(visible - expected.keys() - {CHECKSUMS}):
+    outside = [name for name in expected if not (folder / name).resolve().is_relative_to(folder.resolve())]
+    if outside:
+        raise ValueError(f"{folder_text}: {CHECKSUMS} names files outside of the folder: {', '.join(outside)}.")
+    # A loader may use added files as weights or code of the model. Hidden files are those of a Hub client
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    visible = {str(path) for path in files if not any(part.startswith(".") for part in path.parts)}
+    added = sorted(visible - expected.keys() - {CHECKSUMS})
+    if added:
         raise ValueError(
-            f"{at} holds files that were not exported: {', '.join(added)}. A loader may take them for the model's. "
-            "Remove them, or export again."
+            f"{folder_text} holds files that were not exported: {', '.join(added)}. A loader may take them for "
+            "the model's. Remove them, or export again."
         )
     broken = []
     for name, digest in expected.items():
@@ -68,7 +76,7 @@ def verify_export(folder: str | Path) -> int:
         elif _sha256(folder / name) != digest:
             broken.append(f"{name} (changed)")
     if broken:
-        raise ValueError(f"{at} is not as it was exported: {', '.join(broken)}. Fetch or export it again.")
+        raise ValueError(f"{folder_text} is not as it was exported: {', '.join(broken)}. Fetch or export it again.")
     return len(expected)
 
 

@@ -1,4 +1,4 @@
-"""The model card's section on FP8: how the run generated, how far both sides disagreed, how to load an export."""
+"""The model card's section on FP8: how the run generated, its mismatch, and how to load an export."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -9,10 +9,10 @@ import yaml
 from trl_fp8.quantization.formats import FormatSpec
 
 
-# metric -> what it is called in the card
+# metric -> its name in the card
 SHOWN = {
     "mismatch/logp_difference_mean": "mean absolute log-prob difference of engine and trainer, nats",
-    "mismatch/logp_difference_max": "largest",
+    "mismatch/logp_difference_max": "largest absolute log-prob difference, nats",
     "mismatch/k3_kl": "KL(rollout, trainer), k3 estimate",
     "mismatch/token_mult_prob_error": "token multiplicative probability error (1 is perfect)",
     "correction/effective_sample_size": "effective sample size of the token ratio",
@@ -20,23 +20,27 @@ SHOWN = {
     "fp8/kv_saturation_fraction": "KV cache elements beyond their scale",
     "fp8/sync_bytes": "bytes that a sync wrote",
 }
-LAST = 10  # logged steps
+LAST = 10  # the card has the mean of a metric's last logged values, at most this many
 _FILES = "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n"
 
 
 def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]], audit_failures: int) -> str:
     """Return Markdown for the card of a policy that was trained with FP8 rollouts.
 
-    `facts` are `run_facts` of the run; what `log_history` has measured is averaged over the last rows that have it.
+    `facts` are `run_facts` of the run, and `log_history` is that of TRL's trainer.
     """
-    kernels, correction = facts["kernels"].items(), facts.get("correction") or {}
-    last = {label: [row[metric] for row in log_history if metric in row][-LAST:] for metric, label in SHOWN.items()}
-    measured = {f"{label}, last {len(of)} logged steps": f"{fmean(of):.3g}" for label, of in last.items() if of}
+    kernels = ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items())
+    correction = facts.get("correction") or {}
+    measured = {}
+    for metric, label in SHOWN.items():
+        values = [row[metric] for row in log_history if metric in row][-LAST:]
+        if values:
+            measured[f"{label}, last {len(values)} logged steps"] = f"{fmean(values):.3g}"
     rows = {
         **({"adapters": facts["adapters"]} if "adapters" in facts else {}),
         "FP8 weights of the engine": _weights(facts),
         "KV cache of the engine": _kv_cache(facts),
-        "engine kernels": ", ".join(f"{name} ({count})" for name, count in kernels) or "high precision",
+        "engine kernels": kernels or "high precision",
         "trainer": facts["trainer"],
         "correction of the mismatch": ", ".join(f"{k}={v}" for k, v in correction.items() if v) or "none",
         **measured,
@@ -60,7 +64,9 @@ def export_card(
     merge: str = "",
     latent: bool = False,
 ) -> str:
-    """Return the card of an FP8 checkpoint: the policy's and a section; a whole one for a model not trained here."""
+    """Return the card of an FP8 checkpoint: `card` of the policy with a new section. If `card` is empty, the model was
+    not trained here, and the card also has a header and the table `plan`.
+    """
     options = ', kv_cache_dtype="fp8"' if has_kv_scales and not latent else ""
     kv_scales = "KV cache scales are included" if has_kv_scales else "there are no KV cache scales"
     if has_kv_scales and latent:
@@ -72,7 +78,9 @@ def export_card(
     )
     if not card:
         section += f"\n{_plan(plan)}"
-        header = {"library_name": "transformers", "tags": ["fp8"]} | ({"base_model": base_model} if base_model else {})
+        header = {"library_name": "transformers", "tags": ["fp8"]}
+        if base_model:
+            header["base_model"] = base_model
         card = f"---\n{yaml.safe_dump(header)}---\n\n# {base_model or 'Model'} in FP8\n"
     return f"{card.rstrip()}\n\n{section}"
 
@@ -83,7 +91,7 @@ def merged_card(card: str, merge: str) -> str:
 
 
 def _plan(table: str) -> str:
-    """Return the plan behind a click, without its title, which may hold a path of the machine."""
+    """Return the table of a plan as text that unfolds, without its title, which may have a path of this machine."""
     rows = table.partition("\n")[2].strip("\n")
     return f"<details><summary>What is FP8</summary>\n\n```\n{rows}\n```\n\n</details>\n"
 

@@ -1,8 +1,8 @@
-"""The optional capabilities, one folder each. Deleting a folder and its line here removes the capability.
+"""The features, which are optional, one folder each. Deleting a folder and its line here removes the feature.
 
-The trainer calls the hooks of all features in this order. The run log comes after the KV cache, whose records it
-writes, and before the correction, which replaces the ratio that it reads. Truncated sampling comes last: its output
-head takes the place of one forward's.
+The trainer calls each hook of all features in this order. The run log comes after the KV cache, because it writes what
+the cache records, and before the correction, because it reads the ratio that a correction replaces. Truncated sampling
+comes last, because its output head replaces the one of one forward.
 """
 
 from functools import cache

@@ -1,13 +1,13 @@
-"""Capacity: whether trainer and engine fit together on each GPU, and what to change where they do not.
+"""Capacity: whether trainer and engine fit, on shared GPUs or each on its own GPUs, and which alternatives fit.
 
-A plan fits if the trainer's memory and the engine's share leave `FREE` of a GPU for what is not counted, and if the
-engine's KV cache then holds a few sequences of full length. What is changed to make a plan fit is computed by the same
-rules as the plan itself, and only offered if it fits.
+A plan fits under two conditions. The trainer's memory and the engine's share leave room on each GPU for what is not
+counted (`FREE`). And the engine's KV cache has room for a few sequences of full length (`LEAST_SEQUENCES`).
+Alternatives are computed by the same rules, and only offered if they fit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from typing import Any
 
@@ -18,33 +18,44 @@ from .plan import Plan, plan_for
 from .trainer_memory import GIB, Setup, TrainerMemory, trainer_memory
 
 
-# CUDA graphs, activations of a few thousand batched tokens, the context: what vLLM keeps beside weights and KV cache
+# What vLLM needs beside weights and KV cache: CUDA graphs, CUDA's context, activations of a few thousand tokens
 RESERVED_BYTES = 3 * GIB
-FREE = 0.15  # of a GPU, for what is not counted
-LEAST_SEQUENCES = 8  # of full length that a KV cache holds at once, or all of them if they are fewer
-MOST_GPUS = 64
-SHARES = tuple(share / 20 for share in range(18, 0, -1))  # of a GPU that an engine may get, largest first
-SIZES = (1, 2, 4, 8)  # tensor parallel
-LORA_RANK = 32
+FREE = 0.15  # share of a GPU that stays free for memory that is not counted
+LEAST_SEQUENCES = 8  # sequences of full length that a KV cache must hold at once, unless a generation has fewer
+MOST_GPUS = 64  # the most GPUs that an alternative uses
+SHARES = tuple(share / 20 for share in range(18, 0, -1))  # shares of a GPU to try for an engine: 0.9 falls to 0.05
+SERVER_SHARE = 0.9  # vLLM's share of a server's GPU, on which nothing else runs
+SIZES = (1, 2, 4, 8)  # tensor parallel sizes to try
+MOST_FP8_RATIO = 1.1  # a tensor parallel size is skipped if size 1 has more than 1.1 times its FP8 parameters
+LORA_RANK = 32  # rank of the adapters of an alternative with LoRA
 
 
 class Capacity:
-    """Memory of each GPU under a plan, in bytes, and the tokens that the KV cache of an engine holds."""
+    """Memory of each GPU under a plan, in bytes, and the tokens that an engine's KV cache holds.
+
+    Attributes:
+        sequences: Completions of a generation that one engine samples.
+        engine_bytes: The engine's share of a GPU: weights, what vLLM reserves, and KV cache.
+        weight_bytes: The engine's weights, with what features put beside them.
+        kv_bytes: The KV cache. Negative if the weights do not fit.
+        kv_tokens: By precision, the tokens that the KV cache holds in sequences of full length. "bf16" is an engine
+            without FP8; the other entries add what the plan has in FP8.
+        cache_tokens: The entry of `kv_tokens` with the plan's own precisions.
+        weights_sleep: Whether sleep mode frees the weights, too.
+        total_bytes: Counted bytes of trainer and engine at their peak.
+        limit_bytes: The largest `total_bytes` that fits.
+    """
 
     def __init__(self, plan: Plan, trainer: TrainerMemory, setup: Setup, utilization: float):
         self.plan = plan
         self.trainer = trainer
         self.setup = setup
-        self.utilization = utilization  # the engine's share of a GPU
+        self.utilization = utilization  # the engine's share of a GPU, a fraction
         self.ranks = plan.recipe.tensor_parallel_size
-        # Completions of a generation that one engine samples
         self.sequences = ceil(setup.completions * self.ranks / setup.gpus)
-        # The engine's share: weights with what features put beside them, vLLM's own, and the KV cache, which is
-        # negative if the weights do not fit
         self.engine_bytes = utilization * setup.gpu_bytes
         self.weight_bytes = plan.bytes_after / self.ranks + trainer.in_engine
         self.kv_bytes = self.engine_bytes - RESERVED_BYTES - self.weight_bytes
-        # Tokens, in sequences of full length, by precision: of a BF16 engine, and as far as the plan has FP8
         fp8_weights, fp8_kv_cache = plan.recipe.fp8_weights, plan.recipe.fp8_kv_cache
         self.kv_tokens = {"bf16": self._tokens(self.engine_bytes - RESERVED_BYTES - plan.bytes_before / self.ranks)}
         if fp8_weights:
@@ -52,114 +63,178 @@ class Capacity:
         if fp8_kv_cache:
             name = "fp8_linears_kv" if fp8_weights else "fp8_kv"
             self.kv_tokens[name] = self._tokens(self.kv_bytes, fp8=True)
-        self.held_tokens = list(self.kv_tokens.values())[-1]
-        # Sleep mode frees the weights, too, unless the policy computes with them
+        self.cache_tokens = self._tokens(self.kv_bytes, fp8=fp8_kv_cache)
+        # Sleep mode keeps the engine's weights if the policy computes with them, too
         self.weights_sleep = not (setup.args.policy_calls_engine or setup.args.base_in_engine)
         freed = 0.0
-        if setup.args.vllm_enable_sleep_mode:
-            freed = self.engine_bytes if self.weights_sleep else max(0.0, self.kv_bytes)
-        self.total_bytes = trainer.states + self.engine_bytes - freed + max(trainer.passing, freed)
+        if setup.args.vllm_enable_sleep_mode:  # it frees vLLM's pools, in which `RESERVED_BYTES` do not lie
+            freed = max(0.0, self.kv_bytes + (self.weight_bytes if self.weights_sleep else 0.0))
+        # The peak: memory that sleep frees is used by the engine or by the trainer's step, never by both
+        self.total_bytes = trainer.states + self.engine_bytes - freed + max(trainer.forward_and_backward, freed)
         self.limit_bytes = setup.gpu_bytes - max(FREE * setup.gpu_bytes, trainer.uncounted)
 
-    def _tokens(self, size: float, fp8: bool = False) -> int:
-        """Return how many tokens, in sequences of full length, a KV cache of `size` bytes holds."""
+    def _tokens(self, cache_bytes: float, fp8: bool = False) -> int:
+        """Return the number of tokens that a KV cache of `cache_bytes` holds, in sequences of full length."""
         length = self.setup.tokens
-        sequence = self.plan.cache.sequence_bytes(length, fp8)
-        return int(max(0.0, size) / sequence * length) if sequence else self.sequences * length * (size > 0)
+        sequence_bytes = self.plan.cache.sequence_bytes(length, fp8)
+        if sequence_bytes:
+            return int(max(0.0, cache_bytes) / sequence_bytes * length)
+        return self.sequences * length if cache_bytes > 0 else 0  # no layer caches: all sequences fit
 
     @property
     def why_not(self) -> str | None:
-        """Return a sentence on what does not fit; None if everything fits."""
+        """Return why the plan does not fit, as a clause; None if it fits."""
         if self.total_bytes > self.limit_bytes:
             return f"{self.total_bytes / GIB:.1f} GiB are more than {self.limit_bytes / GIB:.1f}"
         return self.why_no_cache
 
     @property
     def why_no_cache(self) -> str | None:
-        """Return a sentence on a KV cache that is too small; None if it is not."""
+        """Return why the KV cache is too small, as a clause; None if it is large enough."""
         least = min(self.sequences, LEAST_SEQUENCES)
-        if self.held_tokens < least * self.setup.tokens:
+        if self.cache_tokens < least * self.setup.tokens:
             return f"no KV cache for {least} sequences of {self.setup.tokens:,} tokens"
         return None
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Capacities of one model under any setup."""
+    """Computes the capacities of one model under any setup."""
 
     outline: Outline
     recipe_options: Mapping[str, Any] = field(default_factory=dict)
-    sizes: tuple[int, ...] = SIZES  # tensor parallel sizes that may be chosen
-    saving: Mapping[str, Any] = field(default_factory=dict)  # flags with which adapters need less memory
-    plans: dict[int, Plan] = field(default_factory=dict)  # by tensor parallel size
+    sizes: tuple[int, ...] = SIZES  # tensor parallel sizes to choose from, ascending
+    saving: Mapping[str, Any] = field(default_factory=dict)  # flags that save memory in training with adapters
+    plans: dict[int, Plan] = field(default_factory=dict)  # plans made so far, by tensor parallel size
 
     def plan_at(self, size: int) -> Plan:
-        """Return the plan of a tensor parallel size."""
+        """Return the plan for a tensor parallel size."""
         if size not in self.plans:
             recipe = recipe_for(self.outline, **{**self.recipe_options, "tensor_parallel_size": size})
             self.plans[size] = plan_for(self.outline, recipe)
         return self.plans[size]
 
     def capacity(self, setup: Setup) -> Capacity:
-        """Return the capacity of a setup, at the smallest tensor parallel size that fits if it sets none."""
+        """Return the capacity of a setup.
+
+        If the setup sets no tensor parallel size, this is the capacity at the smallest size that fits. If none fits,
+        it is the one at the smallest size.
+        """
         if setup.tensor_parallel_size is not None:
             return self._at(setup, setup.tensor_parallel_size)
-        found = [self._at(setup, size) for size in self.sizes_on(setup.gpus)]
-        return next((capacity for capacity in found if capacity.why_not is None), found[0])
+        capacities = [self._at(setup, size) for size in self.sizes_on(setup.gpus)]
+        return _first_that_fits(capacities) or capacities[0]
 
-    def ways(self, setup: Setup) -> list[Capacity]:
-        """Return what fits in place of a setup that does not, at most one of each kind: another split, LoRA, more
-        GPUs, and LoRA on more GPUs if it does not fit on these.
+    def alternatives(self, setup: Setup) -> list[Capacity]:
+        """Return alternatives that fit, for a setup that does not. At most one of each kind.
+
+        The kinds are: another share and tensor parallel size, LoRA, more GPUs, and LoRA on more GPUs (only if LoRA
+        does not fit on the setup's GPUs).
         """
-        free = replace(setup, utilization=None, tensor_parallel_size=None)
-        adapters = replace(free, lora_rank=setup.lora_rank or LORA_RANK)
-        lora = [adapters]
+        full_setup = replace(setup, utilization=None, tensor_parallel_size=None)
+        lora_setup = replace(full_setup, lora_rank=setup.lora_rank or LORA_RANK)
+        full_setups = [] if setup.lora_rank else [full_setup]
+        lora_setups = [lora_setup]
         if self.saving and self.plan_at(1).recipe.fp8_weights:
-            lora.append(adapters.with_flags(self.saving, dtype="bfloat16"))
-        lora.append(adapters.with_flags(dict.fromkeys(self.saving, False), dtype="bfloat16"))
-        full = [] if setup.lora_rank else [free]
-        more = [setup.gpus * 2**power for power in range(1, 7) if setup.gpus * 2**power <= MOST_GPUS]
-        ways = []
-        for counts, setups in (([setup.gpus], full), ([setup.gpus], lora), (more, full), (more, lora)):
-            if setups is lora and any(way.setup.lora_rank for way in ways):
-                continue  # it fits on fewer GPUs
-            changed = (self.capacity(replace(each, gpus=gpus)) for gpus in counts for each in setups)
-            if way := next((capacity for capacity in changed if capacity.why_not is None), None):
-                ways.append(way)
-        return ways
+            lora_setups.append(lora_setup.with_flags(self.saving, dtype="bfloat16"))
+        lora_setups.append(lora_setup.with_flags(dict.fromkeys(self.saving, False), dtype="bfloat16"))
+        more_gpus = [setup.gpus * 2**power for power in range(1, 7) if setup.gpus * 2**power <= MOST_GPUS]
+        alternatives = []
+        for gpu_counts in ([setup.gpus], more_gpus):
+            for setups in (full_setups, lora_setups):
+                if setups is lora_setups and any(capacity.setup.lora_rank for capacity in alternatives):
+                    continue  # LoRA fits on fewer GPUs
+                changed = (self.capacity(replace(each, gpus=gpus)) for gpus in gpu_counts for each in setups)
+                fitting = _first_that_fits(changed)
+                if fitting is not None:
+                    alternatives.append(fitting)
+        return alternatives
 
     def sizes_on(self, gpus: int) -> list[int]:
-        """Return tensor parallel sizes that divide GPUs and attention heads, and not the blocks of FP8 weights."""
-        found = [1]
-        whole = self.plan_at(1).fp8_parameters
-        for size in self.sizes[1:]:
-            if gpus % size == 0 and self.splits(size):
-                with suppress(ValueError):  # no layer can be FP8 at this size
-                    if 1.1 * self.plan_at(size).fp8_parameters >= whole:
-                        found.append(size)
-        return found
+        """Return the tensor parallel sizes that divide `gpus` and the attention heads, and keep most weights in FP8.
 
-    def splits(self, size: int) -> bool:
-        """Return whether vLLM can divide the heads over that many ranks."""
+        A size that cuts through the blocks of FP8 weights would leave these weights in BF16.
+        """
+        sizes = [1]
+        fp8_parameters = self.plan_at(1).fp8_parameters
+        for size in self.sizes[1:]:
+            if gpus % size == 0 and self.divides_heads(size):
+                with suppress(ValueError):  # raised if no layer can be FP8 at this size
+                    if MOST_FP8_RATIO * self.plan_at(size).fp8_parameters >= fp8_parameters:
+                        sizes.append(size)
+        return sizes
+
+    def divides_heads(self, size: int) -> bool:
+        """Return whether vLLM can divide the attention heads over `size` ranks."""
         name = next((name for name in self.outline.linears if name.endswith((".q_proj", ".qkv_proj"))), None)
-        kv_heads, head_dim = self.outline.kv_heads, self.outline.head_dim
+        kv_heads = self.outline.kv_heads
+        head_dim = self.outline.head_dim
         if name is None or not kv_heads or not head_dim:
             return size == 1
-        queries = self.outline.linears[name][0] // head_dim - (2 * kv_heads if name.endswith(".qkv_proj") else 0)
-        return queries % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        rows, _ = self.outline.linears[name]
+        query_heads = rows // head_dim
+        if name.endswith(".qkv_proj"):
+            query_heads -= 2 * kv_heads
+        return query_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
     def _at(self, setup: Setup, size: int) -> Capacity:
-        """Return the capacity at a tensor parallel size. If the setup sets no share, the engine gets enough for all
-        sequences at once in BF16, or else the most that the trainer leaves. If that is too little, it gets the least
-        that it needs.
+        """Return the capacity at a tensor parallel size, with the setup's share of a GPU for the engine.
+
+        If the setup has no share, one of `SHARES` is chosen. Of the shares that fit: the smallest with which a BF16
+        engine could hold all its sequences at once, or else the largest. If no share fits: the smallest with which
+        the KV cache would be large enough, or else the largest.
         """
         plan = self.plan_at(size)
         trainer = trainer_memory(self.outline, setup, plan.recipe)
         if setup.utilization is not None:
             return Capacity(plan, trainer, setup, setup.utilization)
-        shares = [Capacity(plan, trainer, setup, share) for share in SHARES]
-        if fitting := [capacity for capacity in shares if capacity.why_not is None]:
-            ample = [each for each in fitting if each.kv_tokens["bf16"] >= each.sequences * setup.tokens]
-            return ample[-1] if ample else fitting[0]
-        least = min(shares[0].sequences, LEAST_SEQUENCES) * setup.tokens
-        return next((capacity for capacity in reversed(shares) if capacity.held_tokens >= least), shares[0])
+        by_share = [Capacity(plan, trainer, setup, share) for share in SHARES]  # the largest share first
+        fitting = [capacity for capacity in by_share if capacity.why_not is None]
+        if fitting:
+            holding_all = [each for each in fitting if each.kv_tokens["bf16"] >= each.sequences * setup.tokens]
+            return holding_all[-1] if holding_all else fitting[0]
+        with_cache = [capacity for capacity in by_share if capacity.why_no_cache is None]
+        return with_cache[-1] if with_cache else by_share[0]
+
+
+def _first_that_fits(capacities: Iterable[Capacity]) -> Capacity | None:
+    return next((capacity for capacity in capacities if capacity.why_not is None), None)
+
+
+@dataclass(frozen=True)
+class ServerCapacity:
+    """Memory of a trainer and of an engine that is a server, each on its own GPUs."""
+
+    server: Capacity  # memory of each GPU of the server; the trainer has 0 bytes there
+    trainer: Capacity  # memory of each GPU of the trainer; the engine has 0 bytes there
+
+    @property
+    def staged_bytes(self) -> int:
+        """Return the size of the policy's FP8 copy. Each GPU of the trainer has one, and host memory has one."""
+        return self.server.plan.bytes_after
+
+    @property
+    def trainer_bytes(self) -> float:
+        """Return the bytes on each GPU of the trainer, with the FP8 copy."""
+        return self.trainer.total_bytes + self.staged_bytes
+
+    @property
+    def trainer_fits(self) -> bool:
+        return self.trainer_bytes <= self.trainer.limit_bytes
+
+
+def server_capacity(planner: Planner, setup: Setup) -> ServerCapacity:
+    """Return the capacity of a server on the fewest GPUs that hold the model, and of its trainer.
+
+    If `setup` has a tensor parallel size and a share of a GPU (`utilization`), they apply to the server.
+    """
+    trainer = planner.capacity(replace(setup, tensor_parallel_size=1, utilization=0.0))
+    no_trainer = TrainerMemory(**{item.name: 0.0 for item in fields(TrainerMemory)})
+    no_trainer = replace(no_trainer, in_engine=trainer.trainer.in_engine)
+    share = setup.utilization if setup.utilization is not None else SERVER_SHARE
+    sizes = [setup.tensor_parallel_size]
+    if setup.tensor_parallel_size is None:
+        sizes = planner.sizes_on(max(planner.sizes))  # GPUs that every size divides
+    servers = [Capacity(planner.plan_at(size), no_trainer, replace(setup, gpus=size), share) for size in sizes]
+    fitting = [server for server in servers if server.why_no_cache is None]
+    return ServerCapacity((fitting or servers)[0], trainer)

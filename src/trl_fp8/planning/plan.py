@@ -18,57 +18,60 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Tensors that share name pattern, shape, precision and reason; parameters and bytes are of all of them."""
+    """Tensors that share name pattern, shape, precision and reason."""
 
     pattern: str
-    count: int
-    shape: tuple[int, ...]
+    count: int  # number of tensors
+    shape: tuple[int, ...]  # shape of each
     precision: str  # "fp8" or "bf16"
-    reason: str  # why it is not FP8; empty where it is or never could be
-    parameters: int
-    bytes_after: int
+    reason: str  # why it is not FP8; empty for FP8, and for embeddings, norms and biases, which never are
+    parameters: int  # of all `count` tensors
+    bytes_after: int  # in the engine, of all `count` tensors
 
 
 @dataclass(frozen=True)
 class KVCache:
     """Bytes of an engine's KV cache, by what each decoder layer keeps of a sequence.
 
-    attention of all tokens    k and v of each, their heads divided over the tensor parallel ranks
-    sliding windows            the same, of the last tokens alone
+    full attention             k and v of each token, their heads divided over the tensor parallel ranks
+    sliding windows            the same for the last tokens of the sequence
     MLA                        one latent vector per token, which every rank holds whole
     linear attention, ...      a state of the sequence, however long it is, divided over the ranks
     """
 
     layers: tuple[LayerCache, ...]
-    kv_heads: int  # 0 where layers differ in them
+    kv_heads: int  # 0 if layers differ in their number of KV heads
     ranks: int = 1  # the tensor parallel size
-    fp8_layers: frozenset[int] = frozenset()  # of an engine with an FP8 KV cache
+    fp8_layers: frozenset[int] = frozenset()  # layers that are FP8 in an engine with an FP8 KV cache
 
     def sequence_bytes(self, tokens: int, fp8: bool) -> float:
         """Return the bytes on each rank of a sequence of that many tokens."""
         shares = min(self.ranks, self.kv_heads or self.ranks)  # further ranks hold copies of the KV heads
         total = 0.0
         for index, layer in enumerate(self.layers):
-            size = min(tokens, layer.window or tokens) * self._token_bytes(index, fp8)
-            total += (size if layer.is_latent else size / shares) + layer.state_bytes / self.ranks
+            cached_bytes = min(tokens, layer.window or tokens) * self._token_bytes(index, fp8)
+            if not layer.is_latent:
+                cached_bytes /= shares
+            total += cached_bytes + layer.state_bytes / self.ranks
         return total
 
     def token_bytes(self, fp8: bool) -> int:
-        """Return the bytes in all layers of a token that every layer still keeps."""
+        """Return the bytes that a token takes in all layers together, before it leaves a sliding window."""
         return sum(self._token_bytes(index, fp8) for index in range(len(self.layers)))
 
     def _token_bytes(self, index: int, fp8: bool) -> int:
+        """Return the bytes that a token takes in the layer `index`."""
         return self.layers[index].elements * (1 if fp8 and index in self.fp8_layers else 2)
 
     @property
     def windows(self) -> dict[int, int]:
-        """Return, by window, the number of layers that keep no more tokens than that."""
+        """Return the number of layers with a sliding window, by the window's length in tokens."""
         return Counter(layer.window for layer in self.layers if layer.window and layer.elements)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model's plan: `rows`, and the totals over them. Bytes before are those of a BF16 engine."""
+    """A model's plan: `rows`, and the totals over them. `bytes_before` are the weights of a BF16 engine."""
 
     outline: Outline
     recipe: FP8Recipe
@@ -96,18 +99,19 @@ class Plan:
         return self.fp8_parameters / self.parameters
 
     def summary(self) -> str:
-        """Return three lines for the start of a run: what is FP8, and all that stays in BF16 for a reason."""
-        linears, experts = len(self.recipe.fp8_modules), len(self.recipe.fp8_experts)
-        what = f"{linears} linear layers" + (f", {experts} layers of experts" if experts else "")
-        size = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
-        lines = [f"FP8 plan: {what}, {self.fp8_share:.1%} of parameters, {size}", f"KV cache: {self._kv_cache()}"]
-        modules = defaultdict(list)  # by the reason for which they are not FP8
+        """Return three lines for the start of a run: what is FP8, the KV cache, and what stays in BF16 and why."""
+        in_fp8 = f"{len(self.recipe.fp8_modules)} linear layers"
+        if self.recipe.fp8_experts:
+            in_fp8 += f", {len(self.recipe.fp8_experts)} layers of experts"
+        memory = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+        lines = [f"FP8 plan: {in_fp8}, {self.fp8_share:.1%} of parameters, {memory}", f"KV cache: {self._kv_cache()}"]
+        modules_by_reason = defaultdict(list)
         for row in self.rows:
             if row.reason:
-                modules[row.reason].append(row.pattern.removeprefix("model.layers.*."))
-        if modules:
-            reasons = (f"{', '.join(names)} ({reason})" for reason, names in modules.items())
-            lines.append(f"In BF16:  {'; '.join(reasons)}")
+                modules_by_reason[row.reason].append(row.pattern.removeprefix("model.layers.*."))
+        if modules_by_reason:
+            in_bf16 = (f"{', '.join(names)} ({reason})" for reason, names in modules_by_reason.items())
+            lines.append(f"In BF16:  {'; '.join(in_bf16)}")
         return "\n".join(lines)
 
     def table(self) -> str:
@@ -130,14 +134,19 @@ class Plan:
         return f"FP8 plan for {self.outline.name} ({setup})\n\n{text}\n\nKV cache: {cache}"
 
     def _kv_cache(self, scales: str = "") -> str:
+        """Return a phrase on the KV cache. `scales` is a phrase on its scales that begins with a comma, or empty."""
         before, after = self.cache.token_bytes(fp8=False), self.cache.token_bytes(fp8=True)
         if not self.recipe.fp8_kv_cache:
             return f"the model's dtype, {format_bytes(before)} per token"
-        size = f"{format_bytes(before)} -> {format_bytes(after)} per token ({before / after:.1f}x the tokens)"
+        memory = f"{format_bytes(before)} -> {format_bytes(after)} per token ({before / after:.1f}x the tokens)"
+        text = f"e4m3{scales}, {memory}"
         skipped = list(self.recipe.kv_cache_skip_layers)
-        in_bf16 = f"; layers {skipped} stay in BF16" if skipped else ""
-        empty = len(self.cache.layers) - len(self.cache.fp8_layers) - len(skipped)
-        return f"e4m3{scales}, {size}{in_bf16}" + (f"; {empty} layers cache none" if empty else "")
+        if skipped:
+            text += f"; layers {skipped} stay in BF16"
+        uncached = len(self.cache.layers) - len(self.cache.fp8_layers) - len(skipped)
+        if uncached:
+            text += f"; {uncached} layers cache none"
+        return text
 
 
 def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
@@ -148,15 +157,15 @@ def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
 
 
 def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
-    """Group the parameters of a model under `recipe`."""
-    groups = defaultdict(int)
+    """Return the plan of an outlined model."""
+    counts = defaultdict(int)  # number of tensors that share a row
     for name, shape in outline.parameters.items():
-        fp8 = name in recipe.fp8_tensors
+        precision = "fp8" if name in recipe.fp8_tensors else "bf16"
         reason = recipe.kept_modules.get(name.rpartition(".")[0], "")
-        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name.removesuffix(".weight"))
-        groups[pattern, shape, "fp8" if fp8 else "bf16", reason] += 1
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name.removesuffix(".weight"))  # layers.7.mlp -> layers.*.mlp
+        counts[pattern, shape, precision, reason] += 1
     rows = []
-    for (pattern, shape, precision, reason), count in groups.items():
+    for (pattern, shape, precision, reason), count in counts.items():
         parameters = prod(shape) * count
         after = count * recipe.format.weight_bytes(shape) if precision == "fp8" else 2 * parameters
         rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after))

@@ -1,18 +1,22 @@
-"""Bytes that TRL's trainer takes of each GPU, by the defaults of TRL 1.16 and transformers 5.17.
+"""Bytes that TRL's trainer needs on each GPU, with the defaults of TRL 1.16 and transformers 5.17.
 
-    weights     FP32 (TRL's default for `dtype`), divided over all GPUs under FSDP2 or ZeRO-3. There trained weights
-                are FP32, however they were loaded: accelerate casts them up under mixed precision
-    gradients   as the weights; Adam's two moments, too. With LoRA only of the adapters, which are FP32
-    copies      BF16 copies of FP32 weights of linear layers, which autocast makes and keeps through a forward. Only on
-                one GPU: FSDP2 gathers a layer at a time. Not of frozen weights, whose copies are not kept
-    inputs      of each layer, which checkpointing keeps; FP32 on one GPU, BF16 under FSDP2's mixed precision
-    head        the gradient of the output head, which TRL's chunked log-probs add up in FP32 on every rank. Logits
-                never exist as a whole
-    uncounted   transient memory, not in the total: what a layer saves of each token while its backward runs, gathered
+    weights     FP32 by TRL's default for `dtype`. FSDP2 or ZeRO-3 divides them over all GPUs. Accelerate then casts
+                trained weights to FP32 if they were loaded in another dtype (mixed precision)
+    gradients   of the trained weights, in their dtype and divided like them. With LoRA only of the adapters, which
+                are FP32
+    optimizer   Adam's two moments, each as large as the gradients
+    reference   weights of the reference model, only with beta > 0 and without LoRA
+    copies      BF16 copies of linear layers' FP32 weights, which autocast makes and keeps during a forward. Only on
+                one GPU, because FSDP2 gathers one layer at a time. Autocast does not keep copies of frozen weights
+    inputs      of each layer, kept by gradient checkpointing. They have the dtype of the weights on one GPU, and are
+                BF16 on several (FSDP2's mixed precision)
+    head        the gradient of the output head in TRL's chunked log-probs, accumulated in FP32, unsharded on every
+                rank. Not with LoRA. The logits of all tokens never exist at once
+    uncounted   transient memory, not in the total: what the running backward of a layer needs for each token, gathered
                 weights, gradients of activations, the CUDA context, fragmentation. A plan leaves a share of each GPU
-                free for it (`capacity.FREE`), or as much as this if it is more
+                free for it (`capacity.FREE`), or this many bytes if they are more
 
-A feature adds what it changes by `FlagGroup.memory_changes`.
+Features add their own changes with `FlagGroup.memory_changes`.
 """
 
 from collections import defaultdict
@@ -30,28 +34,28 @@ from trl_fp8.recipe.recipe import FP8Recipe
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2}
 CONTEXT_BYTES = 2 * GIB
-# Bytes that a layer saves for its backward, per token and hidden element. Counted in a layer of Qwen3 whose MLP is
-# three times as wide as the hidden size: 53 in BF16, 64 under autocast from FP32
-SAVED = 64
+# Bytes that a layer saves for its backward, per token and element of the hidden size. Counted in a layer of Qwen3
+# whose MLP is three times as wide as the hidden size: 53 with BF16 weights, 64 with FP32 weights under autocast
+SAVED_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A training run and the GPUs that it is planned for. None: the plan chooses."""
+    """A training run and the GPUs for which it is planned."""
 
-    args: Any  # the config, an `FP8GRPOConfig`
-    tokens: int = 4096  # of a sequence, prompt and completion
-    completions: int = 256  # of a generation, on all GPUs
-    gpus: int = 1  # the trainer's states are divided over all of them
+    args: Any  # an `FP8GRPOConfig`
+    tokens: int = 4096  # tokens of a sequence, prompt and completion
+    completions: int = 256  # completions of a generation, over all GPUs
+    gpus: int = 1  # GPUs of the trainer; weights, gradients and optimizer are divided over them
     gpu_bytes: float = 80 * GIB
-    lora_rank: int | None = None  # None: all weights are trained
-    dtype: str = "float32"  # of the policy's weights
-    tensor_parallel_size: int | None = None
-    utilization: float | None = None  # vllm_gpu_memory_utilization, the engine's share of a GPU
-    run_config: Mapping[str, object] | None = None  # its lines; None without one
+    lora_rank: int | None = None  # None: all weights are trained, without LoRA
+    dtype: str = "float32"  # dtype of the policy's weights
+    tensor_parallel_size: int | None = None  # the engine's; None: the plan chooses
+    utilization: float | None = None  # vllm_gpu_memory_utilization, the engine's share; None: the plan chooses
+    run_config: Mapping[str, object] | None = None  # entries of the run config file; None: there is no such file
 
     def with_flags(self, flags: Mapping[str, Any], **changes: Any) -> "Setup":
-        """Return a copy whose config has other `flags`."""
+        """Return a copy in which `flags` of the config, and fields in `changes`, have new values."""
         args = copy(self.args)
         vars(args).update(flags)
         return replace(self, args=args, **changes)
@@ -59,7 +63,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class TrainerMemory:
-    """Bytes on each GPU."""
+    """Bytes that the trainer needs on each GPU, by use; see the module docstring."""
 
     weights: float
     gradients: float
@@ -69,67 +73,79 @@ class TrainerMemory:
     inputs: float
     head: float
     uncounted: float
-    in_engine: float = 0.0  # what features put on each rank of an engine beside its weights
+    in_engine: float = 0.0  # bytes that features add to each rank of the engine (its adapters), not to the trainer
 
     @property
     def total(self) -> float:
-        return self.states + self.passing
+        """Return the bytes of a training step, without `uncounted` and `in_engine`."""
+        return self.states + self.forward_and_backward
 
     @property
     def states(self) -> float:
-        """Return the bytes that stay from step to step."""
+        """Return the bytes that stay allocated from step to step."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
     @property
-    def passing(self) -> float:
-        """Return the bytes that a forward and backward need in addition."""
+    def forward_and_backward(self) -> float:
+        """Return the bytes that forward and backward need in addition to `states`."""
         return self.copies + self.inputs + self.head
 
 
 def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> TrainerMemory:
-    """Return the memory of a model's trainer beside an engine."""
-    args, gpus = setup.args, setup.gpus
+    """Return the memory of the trainer of a model, on each GPU."""
+    args = setup.args
+    gpus = setup.gpus
     is_sharded = gpus > 1
     linears = {name: shape for name, shape in outline.linears.items() if name != "lm_head"}
-    # Bytes of A and B of each linear layer (`all-linear`), in FP32
-    adapters = 4 * (setup.lora_rank or 0) * sum(rows + columns for rows, columns in linears.values())
-    size = BYTES["float32" if is_sharded and not adapters else setup.dtype]
-    weights = size * sum(map(prod, outline.parameters.values()))
-    trained = adapters or weights
-    # The shape of the output head, or of the embedding that it is tied to
+    # A and B of each linear layer (`lora_target_modules="all-linear"`), in FP32
+    adapter_bytes = 4 * (setup.lora_rank or 0) * sum(rows + columns for rows, columns in linears.values())
+    weight_bytes = BYTES["float32" if is_sharded and not adapter_bytes else setup.dtype]  # of one weight
+    weights = weight_bytes * sum(map(prod, outline.parameters.values()))
+    trained = adapter_bytes or weights
+    # Rows and columns of the output head. If it is tied to the embedding, that is the largest matrix
     matrices = [shape for shape in outline.parameters.values() if len(shape) == 2]
     vocabulary, hidden = outline.linears.get("lm_head") or max(matrices, key=prod)
     experts = tuple(f"{name}." for name in outline.experts)
-    in_layers = 0
+    layer_parameters = 0  # of linear layers and experts, all layers together
     for name, shape in outline.parameters.items():
         if name.removesuffix(".weight") in linears or name.startswith(experts):
-            in_layers += prod(shape)
-    # In BF16: two matrices of the vocabulary's size, and two layers
-    gathered = 2 * (2 * vocabulary * hidden + 2 * in_layers / outline.layers) if is_sharded else 0
+            layer_parameters += prod(shape)
+    # FSDP2 gathers at most this much at once, in BF16: two matrices of the vocabulary's size, and two layers
+    gathered = 2 * (2 * vocabulary * hidden + 2 * layer_parameters / outline.layers) if is_sharded else 0
     tokens = args.per_device_train_batch_size * setup.tokens
     memory = TrainerMemory(
-        weights=(weights + adapters) / gpus,
+        weights=(weights + adapter_bytes) / gpus,
         gradients=trained / gpus,
         optimizer=2 * trained / gpus,
-        reference=weights / gpus if args.beta and not adapters else 0.0,  # adapters are switched off for it
-        copies=0 if is_sharded or adapters or size == 2 else 2 * in_layers,
-        inputs=tokens * hidden * outline.layers * (2 if is_sharded else size),
-        head=0 if adapters else 4 * vocabulary * hidden,
-        uncounted=CONTEXT_BYTES + SAVED * hidden * tokens + gathered,
+        # With LoRA the reference is the policy with its adapters switched off
+        reference=weights / gpus if args.beta and not adapter_bytes else 0.0,
+        copies=0 if is_sharded or adapter_bytes or weight_bytes == 2 else 2 * layer_parameters,
+        inputs=tokens * hidden * outline.layers * (2 if is_sharded else weight_bytes),
+        head=0 if adapter_bytes else 4 * vocabulary * hidden,
+        uncounted=CONTEXT_BYTES + SAVED_BYTES * hidden * tokens + gathered,
     )
     for group in args.groups():
-        changes = group.memory_changes(args, setup, outline, recipe)
-        memory = replace(memory, **{part: getattr(memory, part) + size for part, size in changes.items()})
+        for field_name, change in group.memory_changes(args, setup, outline, recipe).items():
+            memory = replace(memory, **{field_name: getattr(memory, field_name) + change})
     return memory
 
 
 def engine_adapters(outline: Outline, rank: int) -> int:
-    """Return the number of parameters in the adapters of an engine, which every rank holds whole.
+    """Return the number of parameters in an engine's adapters. Every rank of the engine holds all of them.
 
-    For a layer that fuses S of the policy's, A is `[S R, K]` and B `[N, S R]`, which is zero but for S blocks.
+    Args:
+        rank: R, the LoRA rank of the policy's adapters.
+
+    The engine fuses S linear layers of the policy into one with K in-features and N out-features. For it A is
+    `[S R, K]`, and B is `[N, S R]`, zero except for S blocks.
     """
-    fused = defaultdict(list)
+    shapes_by_fused = defaultdict(list)  # name of a fused linear layer -> shapes [rows, K] of its S parts
     for name, shape in outline.linears.items():
         if name != "lm_head":
-            fused[fused_name(name)].append(shape)
-    return sum(rank * len(parts) * (sum(rows for rows, _ in parts) + parts[0][1]) for parts in fused.values())
+            shapes_by_fused[fused_name(name)].append(shape)
+    parameters = 0
+    for shapes in shapes_by_fused.values():
+        in_features = shapes[0][1]
+        out_features = sum(rows for rows, _ in shapes)
+        parameters += rank * len(shapes) * (in_features + out_features)
+    return parameters

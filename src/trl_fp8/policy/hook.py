@@ -1,12 +1,13 @@
-"""A hook on the policy's attention: it sees the q, k, v that a KV cache gets, and passes on what the cache would hold.
+"""A hook on the policy's attention: it reads the q, k, v that a KV cache gets, and passes on what the cache returns.
 
-transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
-caches. The hook sits in front of that function; parts in brackets are plugged in from outside:
+transformers calls one attention function with q, k, v after normalization and RoPE, so with the k and v that an engine
+caches. The hook stands in front of that function. The parts in brackets are plugged in by features:
 
-    q, k, v  ->  [observer]  ->  [round trip under scales]  ->  attention, or [replacement]  ->  [watcher]
+    q, k, v  ->  [observer]  ->  [round trip under scales]  ->  attention          ->  [watcher]
+                             ->  [replacement], which gets q, k, v and the scales  ->  [watcher]
 
-MLA caches a latent and the rotated part of the key, from which it expands k and v. There the hook also sits in front
-of the expansion: the observer gets the latent as k and as v, and its round trip is under k's scale.
+MLA caches a latent and the rotated part of the key, from which it expands k and v. So for MLA the hook also stands in
+front of the expansion: the observer gets the latent as k and as v, and the latent's round trip uses k's scale.
 
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
 hook; eager attention has no entry in transformers' table and gets one of our own.
@@ -30,13 +31,13 @@ from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.outline import kv_layers
 
-from .model import transformers_model
+from .model import decoder_input, transformers_model
 
 
 EAGER = "trl_fp8_eager"
 _HOOK = "_trl_fp8_hook"
-# The keyword under which `Replacement.before_forward` reaches `Replacement.attend`: transformers hands it on to the
-# attention function, and gradient checkpointing keeps it with the forward that it belongs to
+# The keyword that carries the result of `Replacement.before_forward` to `Replacement.attend`. transformers passes it
+# on to the attention function, and gradient checkpointing repeats a forward with the keywords of that forward
 _BATCH = "trl_fp8_batch"
 _HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
@@ -44,7 +45,8 @@ _HOOKED: set[Callable] = set()  # registered attention functions that look for a
 class Observer(Protocol):
     def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor) -> None:
         """Look at an attention call. `states` are q, k, v `[B, H, T, D]`, k and v as they are cached; tokens outside
-        of `real_BT` are padding (None: there is none); scores are multiplied by `scaling`; `key` is k as q meets it.
+        of `real_BT` are padding (None: there is none); scores are multiplied by `scaling`. `key` is the k of
+        the scores: `states[1]`, except for MLA, where `states` has the latent.
         """
 
 
@@ -73,53 +75,56 @@ class AttentionHook:
         self.base = transformers_model(model)
         text = self.base.config.get_text_config()
         self.layers: int = text.num_hidden_layers
-        self.kv_layers = kv_layers(caches_of(text))  # those that cache k and v
-        self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
-        self.observation: Observer | None = None
-        self.query_rounded = False  # the simulated cache's attention rounds q, too
+        self.kv_layers = kv_layers(caches_of(text))  # numbers of the layers that cache k and v
+        # Scales of the simulated FP8 cache, fp32 `[L, 3]` on the model's device; None: no cache is simulated
+        self.scales_L3: Tensor | None = None
+        self.observer: Observer | None = None
+        self.query_rounded = False  # whether the attention of a simulated cache rounds q, too
         self._replacement: Replacement | None = None
-        self._aligned = False
-        self._note: Callable | None = None
+        self._aligned = False  # see `align`
+        self._note: Callable | None = None  # see `watched`
         self.skip(skip_layers)
-        self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
-        self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until it attends
+        self._real_BT: Tensor | None = None  # False at padding; None: there is no padding
+        self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until its attention is called
         decoder = self.base.get_decoder()
         # Modules that transformers passes to the attention function, or to the cache, have this attribute. A layer
         # that calls no registered function is not hooked, and calibration then raises an error with its number.
         self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
-        self.implementation = self._used
-        self._hooked = EAGER if self.implementation == "eager" else self.implementation
-        if self._hooked == EAGER:
-            self._use(EAGER)
-        else:
-            _wrap_registered(self.implementation)
+        self._hooked = ""  # name of the function that calls the hook
+        self.stay_in_place()
         for module in self.attention:
             setattr(module, _HOOK, self)
             if hasattr(module, "expand_kv"):
                 module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
         # A vision-language model turns the padding mask into other masks before it calls its decoder
-        note = self.base.base_model.register_forward_pre_hook(self._note_padding, with_kwargs=True)
-        self._handles = note, decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._handles = (
+            self.base.base_model.register_forward_pre_hook(self._note_padding, with_kwargs=True),
+            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+        )
 
     def skip(self, layers: Collection[int]) -> None:
-        """Observe these layers, and never simulate them: their KV cache is not FP8."""
+        """Simulate no FP8 cache in these layers. They are still observed."""
         self.skip_layers = frozenset(layers)
 
     def align(self, aligned: bool) -> None:
-        """Set whether forwards count positions as the engine does. A forward that is observed and one that is not then
-        give the same log-probs.
+        """Set whether all forwards count positions as the engine does, also those in which nothing is plugged in.
+
+        Otherwise the log-probs of a sequence would differ slightly between forwards with and without a plug.
         """
         self._aligned = aligned
 
     @contextmanager
     def as_engine(self, scales_L3: Tensor | None) -> Iterator[None]:
         """Count positions as the engine does inside the block, and simulate its cache under these scales."""
-        before = self._aligned, self.scales_L3
-        self._aligned, self.scales_L3 = True, scales_L3
+        aligned_before = self._aligned
+        scales_before = self.scales_L3
+        self._aligned = True
+        self.scales_L3 = scales_L3
         try:
             yield
         finally:
-            self._aligned, self.scales_L3 = before
+            self._aligned = aligned_before
+            self.scales_L3 = scales_before
 
     def replace(self, replacement: Replacement | None) -> None:
         """Let `replacement` compute attention while it is on; None: the policy's own function always does."""
@@ -127,10 +132,11 @@ class AttentionHook:
 
     @contextmanager
     def watched(self, note: Callable[..., None]) -> Iterator[None]:
-        """Make attention eager inside the block, so that every layer gets its mask; `note(attend, module, states,
-        mask, options, output)` follows each call: `attend` is the attention function of the model's file, `states` are
-        q, k, v `[B, H, T, D]` as the cache holds them, `mask` has `sees`, which says of any two positions whether the
-        first one sees the second.
+        """Call `note(attend, module, states, mask, options, output)` after each attention inside the block.
+
+        Attention is eager there, so that every layer gets its mask. `attend` is the attention function of the model's
+        file, `states` are q, k, v `[B, H, T, D]` as the cache holds them. `mask.sees(sequence, head, position, other)`
+        says whether a position sees another one, also beyond the mask's length.
         """
         self._note = note
         self._use(EAGER)
@@ -146,7 +152,7 @@ class AttentionHook:
 
     def simulate(self, scales_L3: Tensor | None) -> None:
         """Let attention see k and v as an FP8 cache under these scales holds them; None: as they are."""
-        # stays set until the backward ends: gradient checkpointing runs the forward again in it
+        # Callers leave it set until the backward ends, in which gradient checkpointing runs the forward again
         self.scales_L3 = scales_L3
 
     def remove(self) -> None:
@@ -162,23 +168,30 @@ class AttentionHook:
     def device(self) -> torch.device:
         return self.base.device
 
-    @property
-    def is_in_place(self) -> bool:
-        """Return whether attention still calls this hook: `set_attn_implementation` may have chosen another one."""
-        return self._used in (self._hooked, EAGER)
+    def stay_in_place(self) -> None:
+        """Stand in front of the function that attention calls now: `set_attn_implementation` may have set another."""
+        if self._hooked and self._used in (self._hooked, EAGER):  # EAGER: see `watched`
+            return
+        self.implementation = self._used
+        if self.implementation in ("eager", EAGER):  # EAGER: a model that was made from a hooked model's config
+            self._hooked = EAGER
+            self._use(EAGER)
+        else:
+            self._hooked = self.implementation
+            _wrap_registered(self.implementation)
 
     @contextmanager
-    def observing(self, observation: Observer) -> Iterator[Observer]:
-        """Show `observation` the forwards inside the block."""
-        self.observation = observation
+    def observing(self, observer: Observer) -> Iterator[Observer]:
+        """Show `observer` the forwards inside the block."""
+        self.observer = observer
         try:
-            yield observation
+            yield observer
         finally:
-            self.observation = None
+            self.observer = None
 
     def attend(
         self,
-        attend: Callable,
+        inner: Callable,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -186,35 +199,36 @@ class AttentionHook:
         attention_mask: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
+        """Call the attention function `inner` behind the hook; q, k, v are `[B, H, T, D]`."""
         layer = module.layer_idx
-        if self.observation is not None:
+        if self.observer is not None:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             latent = self._latents.pop(layer, None)
             cached = (key, value) if latent is None else (latent, latent)
-            self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
+            self.observer.add(layer, (query, *cached), self._real_BT, scaling, key)
         batch = kwargs.pop(_BATCH, None)
         states = query, key, value
         scales = self._scales(layer)
-        if scales is not None and not hasattr(module, "expand_kv"):
+        if scales is not None and not hasattr(module, "expand_kv"):  # MLA's k and v were rounded in `_expand`
             rounded_q = cache_round_trip(query, scales[0]) if self.query_rounded else query
             states = rounded_q, cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
         if self._is_replaced:
             output = self._replacement.attend(layer, (query, key, value), batch, scales, kwargs), None
         else:
-            output = attend(module, *states, attention_mask, **kwargs)
+            output = inner(module, *states, attention_mask, **kwargs)
         if self._note is not None:
-            self._note(attend, module, states, attention_mask, kwargs, output[0])
+            self._note(inner, module, states, attention_mask, kwargs, output[0])
         return output
 
     def _expand(self, layer: int, expand: Callable, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k and v of MLA from its latent `[B, 1, T, R]` and the rotated part of its key `[B, 1, T, P]`."""
-        both = torch.cat([latent, rotated], -1)
-        if self.observation is not None:
-            self._latents[layer] = both
-        if (scales := self._scales(layer)) is not None:
-            both = cache_round_trip(both, scales[1])
-        return expand(*both.split([latent.shape[-1], rotated.shape[-1]], -1))
+        """Return MLA's k and v of latents `[B, 1, T, R]` and rotated keys `[B, 1, T, P]`, as a cache holds them."""
+        cached = torch.cat([latent, rotated], -1)
+        if self.observer is not None:
+            self._latents[layer] = cached
+        scales = self._scales(layer)
+        if scales is not None:
+            cached = cache_round_trip(cached, scales[1])
+        return expand(*cached.split([latent.shape[-1], rotated.shape[-1]], -1))
 
     @property
     def _is_replaced(self) -> bool:
@@ -227,20 +241,19 @@ class AttentionHook:
         mask = kwargs.get("attention_mask")
         self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
-    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give real tokens the positions that they have in the engine, if anything is plugged in."""
+        self.stay_in_place()
         options = {}
-        tokens = next(
-            (t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None), None
-        )
+        tokens = decoder_input(args, kwargs)
         if self._is_replaced:
             options[_BATCH] = self._replacement.before_forward(self._real_BT, tuple(tokens.shape[:2]), tokens.device)
-        idle = not (self._aligned or self._is_replaced) and self.scales_L3 is None and self.observation is None
-        if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
+        in_use = self._aligned or self._is_replaced or self.scales_L3 is not None or self.observer is not None
+        if not in_use or self._real_BT is None or kwargs.get("position_ids") is not None:
             return args, kwargs | options
-        # The trainer pads on the left, and transformers counts positions from the first padding. Attention itself is
-        # invariant to a shift, but RoPE turns k by it: k gets another largest element, and e4m3 other bytes. If the
-        # mask also covers cached tokens, the last positions are those of this forward
+        # The trainer pads on the left. transformers counts positions from the first padding, an engine from the first
+        # real token. Scores do not change with such a shift, but RoPE rotates k by it, so that k has another largest
+        # element, and other bytes in e4m3. If the mask also covers cached tokens, this forward has the last positions
         positions = (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
         return args, kwargs | options | {"position_ids": positions}
 
@@ -249,36 +262,42 @@ class AttentionHook:
         return self.base.config.get_text_config()._attn_implementation
 
     def _use(self, implementation: str) -> None:
-        """Set the attention implementation of the language model. The towers of images and sounds keep theirs, which
-        may be another one: a string would set all of them.
+        """Set the attention implementation of the language model alone.
+
+        The towers of images and sounds may have another one: a string in place of the dictionary would set all.
         """
-        config, text = self.base.config, self.base.config.get_text_config()
+        config = self.base.config
+        text = config.get_text_config()
         parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
-        one = {parts[0]: implementation} if parts else implementation
-        self.base.set_attn_implementation(one)
+        self.base.set_attn_implementation({parts[0]: implementation} if parts else implementation)
 
 
 def hook_of(model: nn.Module) -> AttentionHook:
-    """Return the hook installed on a policy; a new one if there is none or the attention implementation changed."""
-    installed = (getattr(module, _HOOK, None) for module in transformers_model(model).get_decoder().modules())
-    hook = next((hook for hook in installed if hook is not None), None)
-    if hook is not None and hook.is_in_place:
-        return hook
-    if hook is not None:
-        hook.remove()
-    return AttentionHook(model)
+    """Return the hook installed on a policy; a new one if there is none."""
+    hook = _installed_hook(model)
+    if hook is None:
+        return AttentionHook(model)
+    hook.stay_in_place()
+    return hook
 
 
 @contextmanager
 def hooked(model: nn.Module) -> Iterator[AttentionHook]:
     """Yield the hook of a policy for the block. It is removed afterwards if it was not there before."""
-    there = any(hasattr(module, _HOOK) for module in transformers_model(model).get_decoder().modules())
+    was_installed = _installed_hook(model) is not None
     hook = hook_of(model)
     try:
         yield hook
     finally:
-        if not there:
+        if not was_installed:
             hook.remove()
+
+
+def _installed_hook(model: nn.Module) -> AttentionHook | None:
+    for module in transformers_model(model).get_decoder().modules():
+        if hasattr(module, _HOOK):
+            return getattr(module, _HOOK)
+    return None
 
 
 def _wrap_registered(name: str) -> None:

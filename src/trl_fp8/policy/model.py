@@ -1,14 +1,15 @@
-"""The trained model: inside its wrappers, as its own reference, loaded from a quantized checkpoint; its processor.
+"""Questions to the trained model and its processor, and the repair of a model from a quantized checkpoint.
 
 A policy that starts from an FP8 checkpoint such as Qwen3-8B-FP8, or from GPT-OSS with its experts in MXFP4, is trained
-and saved in high precision. On a GPU transformers 5.17 keeps weights that cannot be trained; on CPU it dequantizes.
-Either way it undoes its conversion in `save_pretrained`. To FP8 it quantizes every matrix, embeddings and output head
-included; of MXFP4 it writes the experts of one layer, under no name of the model. It also drops `quantization_config`,
-so that the saved model loads as noise. Experts from MXFP4 are in BF16, whatever dtype was requested.
+and saved in high precision. Without help transformers 5.17 does not do that. On a GPU it keeps the quantized weights,
+which cannot be trained. And where it dequantizes, `save_pretrained` reverts that, incorrectly: a model from FP8 is
+saved with every matrix in FP8, embeddings and output head included; of a model from MXFP4 the experts of one layer are
+saved, under no name of the model. `quantization_config` is dropped in both cases, so that the saved model loads as
+noise. Experts from MXFP4 are in BF16, whatever dtype was requested.
 """
 
 from accelerate.utils import is_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel, ProcessorMixin
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
@@ -28,6 +29,12 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     raise ValueError(f"{type(model).__name__} holds no transformers model, whose attention could be observed.")
 
 
+def decoder_input(args: tuple, kwargs: dict) -> Tensor | None:
+    """Return the token ids `[B, T]`, or embeddings `[B, T, K]`, with which a decoder is called, or None."""
+    tensors = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+    return next((tensor for tensor in tensors if tensor is not None), None)
+
+
 def is_reference(model: nn.Module) -> bool:
     """Return whether a PEFT policy is its own reference now: adapters are off, or TRL's `ref` adapter is active."""
     if not is_peft_model(model):
@@ -41,9 +48,9 @@ def is_reference(model: nn.Module) -> bool:
 def dequantizing_config(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> FineGrainedFP8Config | Mxfp4Config | None:
-    """Return the config that makes `from_pretrained` dequantize the checkpoint `model`, or None in high precision.
+    """Return the config that makes `from_pretrained` dequantize the checkpoint `model`; None if it is not quantized.
 
-    `ValueError` if it is quantized otherwise than in FP8 or MXFP4, or its FP8 weights have one scale each:
+    Raises `ValueError` for another quantization than FP8 or MXFP4, and for FP8 weights with one scale each, because
     transformers 5.17 would drop those scales without an error.
     """
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
@@ -68,9 +75,9 @@ def dequantizing_config(
 
 
 def require_countable_experts(model: nn.Module, coefficient: float | None) -> None:
-    """Raise `ValueError` for experts that TRL 1.16 cannot count, whose load it would balance.
+    """Raise `ValueError` if TRL 1.16 would balance the load of experts whose number it does not find.
 
-    `coefficient` is the flag router_aux_loss_coef; None: the config's own.
+    `coefficient` is the flag router_aux_loss_coef. None: the coefficient in the model's config.
     """
     config = transformers_model(model).config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
@@ -84,18 +91,19 @@ def require_countable_experts(model: nn.Module, coefficient: float | None) -> No
 def in_high_precision(model: nn.Module) -> None:
     """Give a dequantized policy one dtype, and make `model.save_pretrained` write it as it is.
 
-    `ValueError` if it holds FP8 weights.
+    Raises `ValueError` if the policy has FP8 weights.
     """
-    if names := [name for name, parameter in model.named_parameters() if parameter.dtype == E4M3]:
+    fp8_names = [name for name, parameter in model.named_parameters() if parameter.dtype == E4M3]
+    if fp8_names:
         raise ValueError(
-            f"model was loaded in FP8 ({listed(names, 1)} are float8_e4m3fn), which cannot be trained. Pass its name "
-            "to the trainer, or load it with quantization_config=FineGrainedFP8Config(dequantize=True)."
+            f"model was loaded in FP8 ({listed(fp8_names, 1)} are float8_e4m3fn), which cannot be trained. Pass its "
+            "name to the trainer, or load it with quantization_config=FineGrainedFP8Config(dequantize=True)."
         )
     base = transformers_model(model)
     conversions = getattr(base, "_weight_conversions", None) or []
-    dequantizing = [one for one in conversions if any(p.endswith(_SCALES) for p in one.source_patterns)]
-    if dequantizing:
-        base._weight_conversions = [one for one in conversions if one not in dequantizing]
+    remaining = [each for each in conversions if not any(name.endswith(_SCALES) for name in each.source_patterns)]
+    if len(remaining) < len(conversions):
+        base._weight_conversions = remaining
         for _, experts in expert_modules(base):
             experts.to(base.dtype)
 
@@ -108,10 +116,11 @@ def make_lists(processor: ProcessorMixin) -> None:
     """
     options = getattr(processor, "valid_processor_kwargs", None)
     defaults = getattr(options, "_defaults", {})
-    if "return_tensors" not in (common := defaults.get("common_kwargs", {})):
+    common = dict(defaults.get("common_kwargs", {}))
+    if common.pop("return_tensors", None) is None:
         return
 
     class Lists(options, total=False):
-        _defaults = defaults | {"common_kwargs": {k: v for k, v in common.items() if k != "return_tensors"}}
+        _defaults = defaults | {"common_kwargs": common}
 
     processor.valid_processor_kwargs = Lists

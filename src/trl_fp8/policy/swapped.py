@@ -1,20 +1,20 @@
-"""Parts of a policy that are computed in another way, in place: its modules, one function's value, its output head.
+"""Replacement of what a policy computes, in place: by a module, by one function, by its output head.
 
-Modules stay the objects they are, and only their class is exchanged (`swap`). So parameters, names, state dict, hooks,
-PEFT wrappers and sharding stay as they are.
+`swap` exchanges the class of a module. The module stays the same object, and so do its parameters, names, state dict,
+hooks, PEFT wrappers and sharding.
 
-`own_gradient` is the engine's value with the policy's own gradient: what straight-through means for anything but a
-large GEMM.
+`own_gradient` returns the engine's value with the gradient of the policy's own function. It is the straight-through
+estimator for everything but large GEMMs.
 
-    forward    y = engine(x)                                  on the engine's tensors; x is all that is kept
+    forward    y = engine(x)                                  on the engine's tensors; only x is saved for the backward
     backward   d policy(x, parameters) / d (x, parameters)    of the policy's own, unquantized computation, in FP32
 
-The backward computes the policy's forward once more. That is cheap for norms, rotary embeddings and activation
-functions, and experts have nothing cheaper. Linear layers, attention and the output head have their own backwards.
+The backward runs the policy's forward once more. That is cheap for norms, rotary embeddings and activation functions;
+for experts there is no cheaper way. Linear layers, attention and the output head have their own backwards.
 
-The output head is the one place where log-probs are made, by TRL's fused function or by another (`scored_by`). TRL's
-never makes the logits of all tokens at once: it projects and folds them tile by tile. What scores in its place does
-the same, `TOKENS` at a time, and may take its logits from elsewhere (`Feature.logits`).
+All log-probs come from TRL's fused output head, or from a function that replaces it (`scored_by`). TRL's head never
+has the logits of all tokens in memory: it computes and reduces them tile by tile. A replacement computes them for
+`TOKENS_AT_A_TIME` tokens at once, and may take the logits from elsewhere (`Feature.logits`).
 
 Shape letters: T tokens, K hidden size, V vocabulary.
 """
@@ -30,44 +30,45 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
+from trl_fp8.quantization.codec.e4m3 import PassGradient
 from trl_fp8.upstream.patches import substituted
 
 
-TOKENS = 256  # whose logits over the whole vocabulary are in memory at a time
+TOKENS_AT_A_TIME = 256  # tokens whose logits over the whole vocabulary are in memory at once
 
-# The policy's weight `[V, K]` and bias `[V]` or None -> what makes logits `[T, V]` of hidden states `[T, K]`
+# (the head's weight `[V, K]`, its bias `[V]` or None) -> function from hidden states `[T, K]` to logits `[T, V]`
 Logits = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 Outputs = Tensor | tuple[Tensor, ...]
 
 
 class HoldsCodes:
-    """Mixed into the class of a linear layer, or of all experts of a layer, that holds no weight: it computes with its
-    FP8 codes, which an engine keeps.
+    """Mixin for a linear layer, or for the experts of a layer, without weights of its own. It computes with FP8 codes
+    that an engine has in memory.
 
-    Experts also have `dequantized`, their forward with weights that are dequantized for the call, in the dtype of the
-    hidden states.
+    Experts also have a method `dequantized`: their forward with weights that are dequantized for the call, in the
+    dtype of the hidden states.
     """
 
-    codes: Float8Tensor | dict[str, Float8Tensor] | None  # of experts by parameter; None until the engine holds them
+    codes: Float8Tensor | dict[str, Float8Tensor] | None  # experts: by parameter; None before the engine has them
 
 
 class Swapper:
-    """Base of an object that swapped modules of a policy and is an attribute of each of them."""
+    """Base of an object that has swapped modules of a policy. Each such module has the object as an attribute."""
 
     @abstractmethod
     def remove(self) -> None:
-        """Turn the modules back into what they were."""
+        """Give the modules their own classes back."""
 
 
 def release(model: nn.Module) -> None:
-    """Undo what a `Swapper` of an earlier trainer left in the policy, which would compute as that trainer's engine."""
+    """Undo the swaps that an earlier trainer left in the policy, whose modules would still call its engine."""
     for module in list(model.modules()):
         for swapper in [value for value in vars(module).values() if isinstance(value, Swapper)]:
             swapper.remove()
 
 
 def swap(module: nn.Module, mixin: type, **attributes: object) -> None:
-    """Put `mixin` before the class of `module`, which it can call by `self.before`, and give it `attributes`."""
+    """Put `mixin` before the class of `module`, which stays reachable as `self.before`, and set `attributes`."""
     module.__class__ = _swapped(mixin, type(module), tuple(attributes))
     module.__dict__.update(attributes)
 
@@ -87,12 +88,14 @@ def _swapped(mixin: type, cls: type[nn.Module], attributes: tuple[str, ...]) -> 
 
 
 def _as_before(module: nn.Module, protocol: int) -> tuple:
-    """Copy or pickle a module as the class that it was: the copy's weights are not those of an engine."""
+    """Copy or pickle a module as its original class, because the copy's weights are not those of an engine."""
     cls = type(module)
-    return _empty, (cls.before,), {name: value for name, value in vars(module).items() if name not in cls.attributes}
+    state = {name: value for name, value in vars(module).items() if name not in cls.attributes}
+    return _empty, (cls.before,), state
 
 
 def _empty(cls: type[nn.Module]) -> nn.Module:
+    # Not `copyreg.__newobj__`, which pickle accepts only with the object's present class
     return cls.__new__(cls)
 
 
@@ -107,13 +110,13 @@ def own_gradient(
 
 
 def with_value(own: Tensor, value: Tensor) -> Tensor:
-    """Return `value`, whose gradient goes to `own`."""
-    return _WithValue.apply(own, value)
+    """Return `value` in the dtype of `own`. The gradient of the result goes to `own`."""
+    return PassGradient.apply(own, lambda own: value.detach().to(own.dtype))
 
 
 @contextmanager
 def holding(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
-    """Give the module these tensors in place of its parameters inside the block."""
+    """Replace the module's parameters by these tensors inside the block."""
     before = dict(module._parameters)
     try:
         module._parameters.update(parameters)
@@ -126,43 +129,34 @@ def holding(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
 class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, policy, dtype, *inputs):
-        ctx.policy, ctx.dtype = policy, dtype
+        ctx.policy = policy
+        ctx.dtype = dtype
         ctx.save_for_backward(*inputs)
         return engine(*inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        needed, saved = ctx.needs_input_grad[3:], ctx.saved_tensors
-        inputs = [
-            tensor.detach().to(ctx.dtype).requires_grad_(need) if tensor.is_floating_point() else tensor
-            for tensor, need in zip(saved, needed, strict=True)
-        ]
-        kind = gradients[0].device.type
-        with torch.enable_grad(), torch.autocast(kind, enabled=False):
+        saved = ctx.saved_tensors
+        is_needed = ctx.needs_input_grad[3:]  # after engine, policy and dtype
+        needed = [number for number, need in enumerate(is_needed) if need]
+        inputs = list(saved)
+        for number, tensor in enumerate(saved):
+            if tensor.is_floating_point():
+                inputs[number] = tensor.detach().to(ctx.dtype).requires_grad_(is_needed[number])
+        with torch.enable_grad(), torch.autocast(gradients[0].device.type, enabled=False):
             outputs = ctx.policy(*inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         pairs = [(out, dy.to(out.dtype)) for out, dy in zip(outputs, gradients, strict=True) if out.requires_grad]
-        wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         values, dys = zip(*pairs, strict=True)
-        found = iter(torch.autograd.grad(values, wanted, dys, allow_unused=True))
-        returned = []
-        for tensor, need in zip(saved, needed, strict=True):
-            gradient = next(found) if need else None
-            returned.append(None if gradient is None else gradient.to(tensor.dtype))
-        return None, None, None, *returned
-
-
-class _WithValue(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, own, value):
-        return value.to(own.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
+        computed = torch.autograd.grad(values, [inputs[number] for number in needed], dys, allow_unused=True)
+        input_gradients = [None] * len(saved)
+        for number, gradient in zip(needed, computed, strict=True):
+            if gradient is not None:
+                input_gradients[number] = gradient.to(saved[number].dtype)
+        return None, None, None, *input_gradients
 
 
 def scored_by(head: object) -> AbstractContextManager[None]:
-    """Let `head` score inside the block in place of TRL's function, of which only `apply` is called."""
+    """Replace TRL's fused output head by `head` inside the block. TRL calls its `apply` only."""
     return substituted(trl_utils, "_ChunkedLogProbFunction", head)

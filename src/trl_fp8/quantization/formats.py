@@ -8,33 +8,38 @@ from typing import Literal, NamedTuple
 
 E4M3_MAX = 448.0  # largest value of e4m3 (`torch.float8_e4m3fn`), which has no infinity
 BLOCK = 128  # side of a weight's block, and length of an activation's group
-# Kernels multiply the scales of weight and activation, and some return NaN if these are tiny (flashinfer#2595: blocks
-# of dead experts). A block whose amax is below this floor adds nothing to a sum with a normal one
+# Smallest amax that a weight's scale is made from. Kernels multiply the scales of weight and activation, and some
+# return NaN if these scales are tiny (flashinfer#2595: blocks of dead experts). A block below this floor adds nothing
+# to a sum with a normal block
 WEIGHT_AMAX_FLOOR = 1e-12
-# Floor of amax in vLLM's activation kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu). It only keeps an
-# all-zero group from dividing by zero: no amax that matters is as small
+# The same floor in vLLM's activation kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu). It only keeps an
+# all-zero group from dividing by zero: an amax that matters is larger
 ACTIVATION_AMAX_FLOOR = 1e-10
-# Some kernels clamp the scale instead, to 1 / (448 * 512), the scale of this amax: vLLM's torch path
-# (QuantFP8.forward_native) and its kernel of activation function and quantization (silu_and_mul_per_block_quant)
+# Some kernels clamp the scale instead of the amax, to 1 / (448 * 512), which is the scale of this amax: vLLM's torch
+# path (QuantFP8.forward_native) and its fused activation function and quantization (silu_and_mul_per_block_quant)
 FLOORED_SCALE_AMAX = 1 / 512
-# Smallest amax that vLLM's quantizer of MXFP8 (mxfp8_utils.py) makes a scale from: 2^-127 is the smallest e8m0 number
+# The same floor in vLLM's MXFP8 quantizer (mxfp8_utils.py), because 2^-127 is the smallest e8m0 number
 E8M0_AMAX_FLOOR = 448 * 2.0**-127
-# Any large odd int64: checksums (codec/digest.py) multiply word (r, c) by 2 (r + c COLUMN_STEP) + 1
+# Part of the keys of checksums (codec/digest.py), which multiply word (r, c) by 2 (r + c COLUMN_STEP) + 1. Any large
+# odd int64 will do
 COLUMN_STEP = 0x1E3779B97F4A7C15
 
-FIRST_CAPABILITY = (8, 9)  # of GPUs that multiply e4m3 numbers: Ada
+FIRST_CAPABILITY = (8, 9)  # compute capability of the first GPUs that multiply e4m3 numbers (Ada)
 ScaleFormat = Literal["pow2", "fp32"]
 SCALE_FORMATS: tuple[ScaleFormat, ...] = ("pow2", "fp32")
-SCALE_BYTES = {"float32": 4, "uint8": 1}  # by `FormatSpec.scale_dtype`
+SCALE_BYTES = {"float32": 4, "uint8": 1}  # `FormatSpec.scale_dtype` -> bytes of a scale
 
 
 class ActivationScaling(NamedTuple):
-    """Quantization of activations in an engine."""
+    """Rules by which an engine's kernel quantizes activations."""
 
     scale_format: ScaleFormat  # "pow2" (DeepGEMM) or "fp32" (CUTLASS, Triton)
     amax_floor: float = ACTIVATION_AMAX_FLOOR  # smallest amax that a scale is made from
-    scope: str = "group"  # what shares a scale: "group" (elements of a token), "token" or "tensor" (the batch)
-    reciprocal: bool = False  # the engine multiplies by a scale's rounded reciprocal where others divide
+    # Elements that share a scale: a "group" of one token's elements, a whole "token", or the "tensor" (a batch)
+    scope: str = "group"
+    reciprocal: bool = (
+        False  # whether the kernel multiplies by the rounded reciprocal of the scale instead of dividing
+    )
 
 
 def check_scale_format(scale_format: str) -> None:
@@ -51,28 +56,32 @@ class FormatSpec:
     """One format of FP8 weights, and of the activations that they are multiplied with. All codes are e4m3."""
 
     name: str  # value of the flag fp8_weight_format
-    description: str  # of the weights, for tables and model cards
-    help: str  # of the flag's value
+    description: str  # the format of the weights in words, for tables and model cards
+    help: str  # help text of this value of the flag
     weight_block: tuple[int, int] | None  # rows and columns that share a scale; None: the whole weight
-    activation_group: int | None  # elements of a token that share a scale; None: all of them
+    activation_group: int | None  # number of a token's elements that share a scale; None: all of them
     weight_amax_floor: float  # smallest amax that a weight's scale is made from
-    scale_suffix: str  # a scale's name is its weight's plus this, in checkpoints and in vLLM
-    alignment: int  # both sides of each weight's shard are multiples of it
+    scale_suffix: str  # appended to a weight's name, it names the scales, in checkpoints and in vLLM
+    alignment: int  # both sides of each weight's shard must be multiples of it
     requirement: str  # the same in words, after "shards that"
-    kernels: tuple[str, ...]  # allowed in vLLM: they keep no copies of weight or scales, and no row depends on others
-    readers: str  # who loads a checkpoint, for its model card
-    linear_backend: str | None = None  # vLLM's on CUDA; None: the fastest on the GPU (engine/vllm/gemms.py)
+    # Names of vLLM's kernels that are allowed: they keep no copies of weight or scales, and compute each row by itself
+    kernels: tuple[str, ...]
+    readers: str  # a sentence for the model card: which libraries load a checkpoint of the format
+    linear_backend: str | None = None  # vLLM's `linear_backend` on CUDA; None: the fastest one (engine/vllm/gemms.py)
     capability: tuple[int, int] = FIRST_CAPABILITY  # of the first GPUs whose tensor cores multiply with the format
-    scale_copies: int = 1  # an engine's copies of the scales
+    # Smallest side that the kernel on CUDA takes, of a shard with all layers that vLLM fuses into it
+    smallest_side: int = 1
+    scale_copies: int = 1  # how many copies of the scales an engine holds
     gemm_backends: tuple[str, ...] = ("fake_quant",)  # values of fp8_gemm_backend that compute with the format
-    gradient_group: int = BLOCK  # elements of a gradient, or of an activation along the tokens, that share a scale
-    scale_formats: tuple[ScaleFormat, ...] = SCALE_FORMATS  # values of fp8_scale_format
+    # In an FP8 backward: number of elements of a gradient, or of an activation along the tokens, that share a scale
+    gradient_group: int = BLOCK
+    scale_formats: tuple[ScaleFormat, ...] = SCALE_FORMATS  # values of fp8_scale_format that the format can have
     # torch's name of the dtype in which engines and checkpoints hold a scale; "uint8": the exponent of an e8m0 number
     scale_dtype: str = "float32"
     quant_method: str = "fp8"  # name of the format in a checkpoint's config.json
     kept_key: str = "modules_to_not_convert"  # entry of that config that names the modules in high precision
-    weight_transposed: bool = False  # vLLM holds the weight as `[K, N]`
-    why_no_experts: str | None = None  # why experts stay in high precision; None: they need not
+    weight_transposed: bool = False  # whether vLLM holds the weight as `[K, N]`
+    why_no_experts: str | None = None  # why experts stay in high precision; None: they can be FP8
     why_no_start: str | None = None  # why no policy can start from such a checkpoint, after "with"; None: it can
 
     def __repr__(self) -> str:
@@ -80,8 +89,13 @@ class FormatSpec:
 
     @property
     def fused_share_scale(self) -> bool:
-        """Return whether weights that vLLM fuses (q, k, v and gate, up) share one scale."""
+        """Return whether the weights that vLLM fuses (q, k and v; gate and up) share one scale."""
         return self.weight_block is None
+
+    @property
+    def on_all_gpus(self) -> bool:
+        """Return whether the format runs on all GPUs that multiply e4m3 numbers."""
+        return self.capability == FIRST_CAPABILITY
 
     @property
     def quantization_config(self) -> dict:
@@ -99,7 +113,7 @@ class FormatSpec:
         return SCALE_BYTES[self.scale_dtype]
 
     def require_scale_format(self, scale_format: str) -> None:
-        """Raise `ValueError` for a format of scales that is unknown, or that these weights cannot have."""
+        """Raise `ValueError` if `scale_format` is unknown, or if weights of this format cannot have it."""
         check_scale_format(scale_format)
         if scale_format not in self.scale_formats:
             raise ValueError(
@@ -112,16 +126,16 @@ class FormatSpec:
         return not (rows % self.alignment or columns % self.alignment)
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape `[..., n, k]` of the scales of a weight `[..., N, K]`; partly filled blocks count."""
+        """Return the shape `[..., n, k]` of the scales of a weight `[..., N, K]`. A ragged block has a scale, too."""
         rows, columns = self.weight_block or shape[-2:]
         return *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)
 
     def held_scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales as an engine holds them: a scale of the whole weight is 0-d."""
+        """Return the shape of the scales in an engine, where the one scale of a whole weight is 0-d."""
         return self.scale_shape(shape) if self.weight_block else ()
 
     def weight_bytes(self, shape: Sequence[int]) -> int:
-        """Return an engine's bytes of a weight `[..., N, K]` with its scales; an element takes one."""
+        """Return how many bytes a weight `[..., N, K]` and its scales take in an engine."""
         return prod(shape) + self.scale_copies * self.scale_bytes * prod(self.scale_shape(shape))
 
 
@@ -148,10 +162,10 @@ BLOCKS = FormatSpec(
     readers="vLLM reads it as it is, transformers dequantizes or runs it.",
     gemm_backends=("fake_quant", "scaled_mm"),
 )
-# vLLM's `fp8` without blocks. It loads q, k, v (and gate, up) into one parameter with one scale: if theirs differ, it
-# dequantizes them to FP16 and quantizes with the largest. Here they have that scale from the start, at least FP16's
-# smallest normal number, so that both of these steps are exact, and an engine that loads a checkpoint holds the bytes
-# of a sync (tests/quantization/test_tensor_format.py)
+# vLLM's `fp8` without blocks. vLLM loads q, k, v (and gate, up) into one parameter with one scale. If their scales
+# differ, it dequantizes the weights to FP16 and quantizes them again with the largest scale. Here the fused weights
+# share the largest scale from the start. It is at least FP16's smallest normal number, so both of vLLM's steps are
+# exact, and an engine that loads a checkpoint holds the bytes of a sync (tests/quantization/test_tensor_format.py)
 TENSOR = FormatSpec(
     name="tensor",
     description="e4m3 per tensor",
@@ -172,8 +186,8 @@ TENSOR = FormatSpec(
     ),
 )
 # OCP's microscaling format with e4m3 elements, which Blackwell's tensor cores multiply. The standard leaves the
-# rounding of a scale to the quantizer. vLLM takes the next power of two above amax / 448, as "pow2" does here, so that
-# nothing saturates (torchao's RCEIL); the standard's example (FLOOR) saturates an amax above 1.75 times a power of two
+# rounding of a scale to the quantizer. vLLM rounds amax / 448 up to a power of two, as "pow2" does here, so nothing
+# saturates (torchao's RCEIL). The standard's example (FLOOR) saturates an amax above 1.75 times a power of two
 MXFP8 = FormatSpec(
     name="mxfp8",
     description="e4m3 with a power of two per 32 elements of a row (MXFP8)",
@@ -184,12 +198,13 @@ MXFP8 = FormatSpec(
     weight_amax_floor=WEIGHT_AMAX_FLOOR,
     scale_suffix="_scale",
     alignment=32,
-    requirement="have sides that are multiples of 32",
+    requirement="have sides that are multiples of 32, 128 or more",
     kernels=("ReferenceMxfp8Kernel", "FlashInferCutlassMxfp8LinearKernel"),
     readers="vLLM reads it as it is.",
     linear_backend="flashinfer_cutlass",
     capability=(10, 0),
-    scale_copies=2,  # the kernel's, and one in the order of a sync
+    smallest_side=128,
+    scale_copies=2,  # in the order in which the kernel reads them, and in the order in which a sync writes them
     gradient_group=32,
     scale_formats=("pow2",),
     scale_dtype="uint8",
@@ -197,17 +212,17 @@ MXFP8 = FormatSpec(
     kept_key="ignored_layers",
     why_no_experts="vLLM's kernels for MXFP8 experts rearrange weights and scales, where a sync cannot write",
 )
-FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS, TENSOR, MXFP8)}  # by the flag fp8_weight_format
+FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS, TENSOR, MXFP8)}  # by `FormatSpec.name`
 
 
 def format_named(name: str) -> FormatSpec:
-    """Return the format that the flag's value names; raise `ValueError` if there is none."""
+    """Return the format with this name; raise `ValueError` if there is none."""
     if name not in FORMATS:
         raise ValueError(f"fp8_weight_format={name!r} is not a format of weights. Use one of {list(FORMATS)}.")
     return FORMATS[name]
 
 
 def format_stored(weight_block: Sequence[int] | None) -> FormatSpec | None:
-    """Return the format with this `weight_block_size` (None: one scale per weight); None if no format has it."""
+    """Return the format of a checkpoint with this `weight_block_size` (None: one scale per weight), or None."""
     block = tuple(weight_block) if weight_block else None
     return next((spec for spec in FORMATS.values() if spec.weight_block == block), None)

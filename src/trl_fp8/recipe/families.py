@@ -1,9 +1,9 @@
 """The table of model types: one row each, and the only place that names them.
 
-A row stands under the `model_type` of transformers' config. A vision-language model has two, that of the whole config
-and that of its language model. The row of the whole says what was tested and exported, the other row the rest.
-`_ROWS` are of a vLLM with a class for each, `FAMILIES` of the installed one. `tests/engine/test_servable.py` has
-vLLM's classes, `tests/recipe/test_families.py` transformers'.
+A row stands under the `model_type` of transformers' config. A vision-language model has two rows. That of the whole
+config says whether the type was tested and how it is exported; that of its language model says everything else.
+`_ROWS` are for the vLLM with the most classes of its own (0.31); `FAMILIES` are the rows for the installed vLLM.
+`tests/engine/test_servable.py` compares them with vLLM's classes, `tests/recipe/test_families.py` with transformers'.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,13 +13,9 @@ from typing import Any
 from trl_fp8.upstream.versions import VLLM, installed_vllm
 
 
-Config = Mapping[str, Any]  # of a language model, as `to_dict()` gives it
+Config = Mapping[str, Any]  # `to_dict()` of a language model's config
 Fields = dict[str, Any]
-Parts = tuple[tuple[str, str], ...]  # parts of names before and after, which are replaced in this order
-
-
-def _none(config: Config) -> Fields:
-    return {}
+Parts = tuple[tuple[str, str], ...]  # (part of a name, its replacement), applied in this order
 
 
 @dataclass(frozen=True)
@@ -27,27 +23,30 @@ class Family:
     """Properties of a model type. The defaults are those of most types."""
 
     tested: bool = True  # tiny policies of this type went through a whole run (testing/matrix)
-    refused: str = ""  # why no engine can serve it, where names do not say so; empty: nothing is known against it
+    refused: str = ""  # why no engine can serve it, for reasons that names of parameters do not show; empty: none
     by_transformers: bool = False  # vLLM has no class of its own and serves it by transformers' modeling code
-    activations: tuple[str, ...] = ()  # vLLM's class computes these: it refuses others, or computes SiLU; empty: any
+    # vLLM's class computes these activations alone: it refuses others, or silently computes SiLU. Empty: any
+    activations: tuple[str, ...] = ()
     one_window: bool = False  # vLLM's class gives all layers one sliding window, or none
     sees_images_whole: bool = False  # tokens of an image attend to all of it, which FlashAttention 3 cannot mask
     sinks: bool = False  # its attention may have sinks
-    stored: Parts = ()  # names that transformers changes while it loads a checkpoint: its own -> the file's
-    in_engine: Parts = ()  # names that vLLM's class changes: the file's -> its modules'
-    fp32: tuple[str, ...] = ()  # ends of the names of weights that vLLM's class, and so a checkpoint, has in FP32
+    stored: Parts = ()  # transformers' names -> the checkpoint's, which transformers renames while it loads
+    in_engine: Parts = ()  # the checkpoint's names -> those of the modules of vLLM's class
+    fp32: tuple[str, ...] = ()  # weights whose names end so are FP32 in vLLM's class, and therefore in a checkpoint
     experts_together: bool = False  # published checkpoints have the experts of a layer in one tensor
     experts_counted: bool = True  # False: TRL's load-balancing loss finds no num_experts in its config
-    fuses_unsaid: bool = False  # vLLM's class does not say what it fuses (no packed_modules_mapping)
+    fuses_unsaid: bool = False  # vLLM's class fuses layers without listing them (no packed_modules_mapping)
     scales_renamed: bool = False  # vLLM renames `weight_scale_inv` to the scales of whole tensors while it loads
-    followed: bool = False  # one forward: its decoder layers can be computed by the engine's operations
-    compiled_on_cuda: str = ""  # the operations that vLLM's class compiles there by itself: nothing can follow them
-    engine_fields: Callable[[Config], Fields] = _none  # fields that the engine needs in its config, see below
+    followed: bool = False  # fp8_forward="one_forward": a trainer can call the engine's operations for its layers
+    # Operations that vLLM's class compiles on CUDA by itself, so no trainer can call them
+    compiled_on_cuda: str = ""
+    engine_fields: Callable[[Config], Fields] = lambda config: {}  # config -> fields that vLLM needs in it
 
 
-# `engine_fields`: vLLM's classes read these fields; transformers' classes compute the same whatever a config says.
-# Checkpoints of the Hub have them; a config made in memory may lack them or contradict them. The policy computes as
-# transformers does. Without `moe_router_dtype` vLLM would round the logits of routers to BF16.
+# `engine_fields`: vLLM's classes read these fields of a config, and transformers' classes ignore them. Checkpoints of
+# the Hub have the right values, but a config made in memory may lack them or contradict them. The functions below
+# return the values that describe what the policy's class, which is transformers', computes. Without `moe_router_dtype`
+# vLLM would round the routers' logits to BF16.
 
 
 def _afmoe(config: Config) -> Fields:
@@ -87,8 +86,8 @@ def _dense_layers(config: Config) -> int:
 def _require_interleaved(config: Config) -> None:
     if not config.get("rope_interleave", True):
         raise ValueError(
-            f"models of type {config['model_type']!r} with rope_interleave=False: vLLM's class turns neighbouring "
-            "channels, whatever the config says. Choose a checkpoint with rope_interleave=True."
+            f"models of type {config['model_type']!r} with rope_interleave=False: vLLM's class rotates pairs of "
+            "neighbouring channels, whatever the config says. Choose a checkpoint with rope_interleave=True."
         )
 
 
@@ -97,7 +96,7 @@ def _refused(reason: str) -> Family:
 
 
 _SILU, _GELU = ("silu",), ("gelu", "gelu_pytorch_tanh")
-_SPARSE = "its attention is sparse (an indexer chooses keys), and what vLLM's class keeps for it was never read back"
+_SPARSE = "its attention is sparse (an indexer chooses keys), and nothing here proves what vLLM's class keeps for it"
 _ROUTER = (".mlp.gate.weight",)
 _GRANITE = {"experts_together": True, "experts_counted": False}
 _GRANITE_ROUTER = ((".router.", ".gate."),)
@@ -106,7 +105,7 @@ _MIXTRAL = (
     (".experts.gate_up_proj", ".experts.w13"),
     (".experts.down_proj", ".experts.w2"),
 )
-_DECAY = (".linear_attn.A_log",)  # an exponent
+_DECAY = (".linear_attn.A_log",)  # the state decays by exp(-exp(A_log) ...): a rounding would show
 _ROWS = {
     "afmoe": Family(
         activations=_SILU,
@@ -117,7 +116,7 @@ _ROWS = {
     "apertus": Family(activations=("xielu",)),
     "arcee": Family(activations=("relu2",)),
     "axk1": _refused("vLLM holds its norms behind experts under another name"),
-    # On CUDA its norm is `layer_norm_func` of vLLM's `commandr`, an operation without providers
+    # On CUDA vLLM compiles `commandr.layer_norm_func` by itself, for one row otherwise than for many
     "cohere": Family(followed=True, compiled_on_cuda="norms for one row apart from those for many"),
     "cohere2": Family(),
     "cohere2_moe": Family(),
@@ -202,7 +201,7 @@ _ROWS = {
     "llama": Family(activations=_SILU, followed=True),
     "llama4_text": _refused("vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back"),
     "mellum": Family(),
-    "minicpm3": _refused("vLLM's class always quantizes q_a_proj, because it has no name to list in a config"),
+    "minicpm3": _refused("vLLM's class always quantizes q_a_proj, because the layer has no name to list in a config"),
     "minimax_m2": Family(fp32=_ROUTER, stored=_MIXTRAL, engine_fields=_minimax_m2),
     "ministral3": Family(activations=_SILU),
     "mistral": Family(activations=_SILU, followed=True),
@@ -238,7 +237,7 @@ _ROWS = {
 
 
 def families_with(vllm: VLLM) -> dict[str, Family]:
-    """Return the rows for a version of vLLM. Where it has no class of its own, nothing of one applies."""
+    """Return `_ROWS` with what differs in a version of vLLM: types without a class, names of modules, refusals."""
     families = dict(_ROWS)
     for kind in vllm.by_transformers:
         families[kind] = replace(_ROWS[kind], by_transformers=True, activations=(), followed=False)

@@ -44,16 +44,17 @@ def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
 def outline_of(model: nn.Module) -> Outline:
     """Return the outline of a causal LM, also on the meta device, sharded, or wrapped by PEFT."""
     text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each kind of layers
-    ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict) and part.get("rope_type")]
-    linear = [part["factor"] for part in ropes if part["rope_type"] == "linear"]
-    longropes = [part for part in ropes if part["rope_type"] == "longrope"]
+    config_rope = getattr(text, "rope_parameters", None) or {}  # one for the model, or one for each kind of layers
+    candidates = [config_rope] if "rope_type" in config_rope else config_rope.values()
+    ropes = [rope for rope in candidates if isinstance(rope, dict) and "rope_type" in rope]
+    linear_factors = [rope["factor"] for rope in ropes if rope["rope_type"] == "linear"]
+    longropes = [rope for rope in ropes if rope["rope_type"] == "longrope"]
     base = model.get_base_model() if is_peft_model(model) else model
     class_name = type(base).__name__
     kv_heads, head_dim = _heads(text)
-    named = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
-    named |= persistent_buffers(model)
-    named |= _shared_weights(model)
+    tensors = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
+    tensors |= persistent_buffers(model)
+    tensors |= _shared_weights(model)
     experts = {name: _has_usual_layout(module) for name, module in expert_modules(model)}
     return Outline(
         name=model.config.name_or_path or class_name,
@@ -65,15 +66,17 @@ def outline_of(model: nn.Module) -> Outline:
         kv_heads=kv_heads,
         head_dim=head_dim,
         caches=caches_of(text),
-        parameters={name: full_shape(parameter) for name, parameter in named.items()},
+        parameters={name: full_shape(parameter) for name, parameter in tensors.items()},
         linears={name: (linear.out_features, linear.in_features) for name, linear in linear_layers(model)},
         experts=experts,
-        experts_per_token=getattr(text, "num_experts_per_tok", None) or 0 if experts else 0,
+        experts_per_token=(getattr(text, "num_experts_per_tok", None) or 0) if experts else 0,
         top_k_routers=bool(experts) and all(map(is_router, routers(base).values())),
         context=getattr(text, "max_position_embeddings", None) or 0,
-        # transformers' configs fill it in, also from the field of the same name outside of rope_parameters
-        turned_alike=min((part["original_max_position_embeddings"] for part in longropes), default=0),
-        stretch=max(linear, default=1.0) if "gemma3" not in text.model_type else 1.0,
+        # A longrope config always has this key in rope_parameters: transformers sets it there when it loads the config
+        short_factor_length=min((rope["original_max_position_embeddings"] for rope in longropes), default=0),
+        # vLLM multiplies max_position_embeddings by this factor. Gemma 3 is an exception: its max_position_embeddings
+        # includes the factor already
+        stretch=1.0 if "gemma3" in text.model_type else max(linear_factors, default=1.0),
         activation=getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None) or "",
         stored_as=_stored_as(model.config),
     )
@@ -81,21 +84,22 @@ def outline_of(model: nn.Module) -> Outline:
 
 def caches_of(text: Any, **fields: Any) -> tuple[LayerCache, ...]:
     """Return the cache of each decoder layer of a text config; `fields` override the config's."""
-    fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)} | fields  # Jamba derives it
+    # Jamba's config derives layer_types in a property, which `to_dict` leaves out
+    fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)} | fields
     return layer_caches(fields, text.num_hidden_layers, *_heads(text))
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield linear layers by checkpoint name, those inside PEFT's wrappers too, without its adapters."""
+    """Yield linear layers by checkpoint name, also those inside PEFT's wrappers, but not PEFT's adapters."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not of_adapter(name, model):
             yield checkpoint_name(name), module
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of checkpoints by name, e.g. the routers' `e_score_correction_bias` of DeepSeek-V3.
+    """Yield the buffers that checkpoints have, by name, e.g. the routers' `e_score_correction_bias` of DeepSeek-V3.
 
-    They are updated like parameters, though by no gradient, and keep their dtype in an engine.
+    Training updates them like parameters, although not by gradients. They keep their dtype in an engine.
     """
     for prefix, module in model.named_modules():
         if type(module).__module__.startswith("peft."):  # VeRA's projections
@@ -107,9 +111,10 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def of_adapter(name: str, model: nn.Module) -> bool:
-    """Return whether a module or parameter is an adapter's or a copy of a module: TRL's sync leaves out both."""
-    prefix = getattr(model, "prefix", "lora_")  # of the PEFT method
-    # copies of whole modules: PEFT's original, and TRL's reference
+    """Return whether a module or parameter belongs to an adapter or a copy of a module. A sync sends neither."""
+    prefix = getattr(model, "prefix", "lora_")  # begins the names of the PEFT method's tensors
+    # With modules_to_save PEFT keeps the untrained original, and TRL adds a copy for its adapter "ref".
+    # `checkpoint_name` removes ".modules_to_save.default" of the trained copy; what still has such a part is another's
     copied = "original_module" in name or ".modules_to_save." in checkpoint_name(name)
     return copied or f".{prefix}" in f".{name}"
 
@@ -118,30 +123,35 @@ def _shared_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights of linears and experts of a shared base, whose modules have no parameters."""
     linears = ((name, linear, ["weight"]) for name, linear in linear_layers(model))
     experts = ((name, module, expert_weights(module)) for name, module in expert_modules(model))
-    for name, module, weights in chain(linears, experts):
-        own = dict(module.named_parameters(recurse=False))
-        yield from ((f"{name}.{weight}", getattr(module, weight)) for weight in weights if weight not in own)
+    for name, module, attributes in chain(linears, experts):
+        parameters = dict(module.named_parameters(recurse=False))
+        for attribute in attributes:
+            if attribute not in parameters:
+                yield f"{name}.{attribute}", getattr(module, attribute)
 
 
 def _heads(text: Any) -> tuple[int, int]:
-    """Return (KV heads, head size); (0, 0) where layers differ in them or have none."""
+    """Return (KV heads, head size); (0, 0) if layers differ in them, or have no heads."""
     try:
         heads = getattr(text, "num_attention_heads", 0)
+        if not heads:
+            return 0, 0
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return (kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads) if heads else (0, 0)
-    except RuntimeError:  # transformers 5.17 refuses to name one value where layers have several
+        return kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
+    except RuntimeError:  # raised by transformers 5.17 if layers have different values
         return 0, 0
 
 
 def _stored_as(config: Any) -> str:
     """Return the config's quantization method; its `quantization_config` is a dict, or an object after loading."""
-    found = getattr(config, "quantization_config", None) or {}
-    method = found.get("quant_method", "") if isinstance(found, dict) else found.quant_method
+    quantization = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method", "") if isinstance(quantization, dict) else quantization.quant_method
     return str(getattr(method, "value", method))
 
 
 def _has_usual_layout(experts: nn.Module) -> bool:
-    """Return False for experts that transformers marks as transposed, or as having gate and up interleaved."""
-    named = sorted(expert_weights(experts))
-    odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
-    return named == sorted(TRANSFORMERS.fused) and not odd
+    """Return whether experts are `gate_up_proj` `[E, 2I, K]`, gate before up, and `down_proj` `[E, K, I]`."""
+    # transformers marks other layouts by these two attributes
+    transposed = getattr(experts, "is_transposed", False)
+    interleaved = not getattr(experts, "is_concatenated", True)
+    return sorted(expert_weights(experts)) == sorted(TRANSFORMERS.fused) and not (transposed or interleaved)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:
-    """Return the first `most` of what may be hundreds of names, and how many more there are."""
+    """Return the first `most` of many names, and how many more there are."""
     names = list(names)
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return between.join([*names[:most], *more])

@@ -6,8 +6,8 @@
         of experts         `sent_expert_name`  ...experts.routed_experts.w13_weight
     published              `published_names`   ...experts.0.gate_proj.weight, ...experts.0.up_proj.weight, [I, K] each
 
-E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, K, I]. Most others have
-one name everywhere, and vLLM fuses some of them.
+E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, K, I]. Most other tensors have one name
+everywhere, and vLLM fuses some of them.
 """
 
 import re
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
-# vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of REPLICATED.
-REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into the latents that all heads share
+# Projections of a decoder layer, as vLLM fuses them. Checkpoints of some families have them fused already. For tensor
+# parallelism vLLM divides the rows N of a weight in COLUMN_PARALLEL (each fused part by itself) and the columns K of a
+# weight in ROW_PARALLEL. Each rank has all of a weight in REPLICATED.
+REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's projections into the latents that all heads share
 MLA = (*REPLICATED, "kv_b_proj")
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -36,8 +37,8 @@ FUSED = {
 GATE_UP = "input_linear"  # gate and up of Granite's shared experts, which have no gate_proj and up_proj
 COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj", GATE_UP)
 ROW_PARALLEL = ("o_proj", "down_proj", "output_linear")
-LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # the large ones; the last is row parallel
-PARTS = {"in_proj_qkv": 3}  # parts of a checkpoint's tensor, each sharded by itself
+LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large layers; the last is row parallel
+PARTS = {"in_proj_qkv": 3}  # tensor of a checkpoint -> number of its parts, each of which vLLM divides by itself
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,13 @@ class ExpertNames:
 TRANSFORMERS = ExpertNames(("gate_up_proj", "down_proj"), (("gate_proj", "up_proj"), ("down_proj",)))
 MIXTRAL = ExpertNames(("w13", "w2"), (("w1", "w3"), ("w2",)))
 HELD = ("w13", "w2")  # the fused tensors in vLLM's modules, of every family
-NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
-# Prefixes of the language model in a vision-language model. vLLM's name is known for the first
+NOWHERE = -1  # stands for an expert's number if no route is known for a token and layer
+# Prefixes of the language model in vision-language models. `_HELD_PARTS` has vLLM's names for the first alone
 WRAPPED = "model.language_model"
-WRAPPED_OTHERWISE = ("language_model.model", "model")  # of Gemma 3; of Qwen2-VL and Qwen2.5-VL
-_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")  # of a module, by PEFT
-_HELD_PARTS = (
+WRAPPED_OTHERWISE = ("language_model.model", "model")  # Gemma 3; Qwen2-VL and Qwen2.5-VL
+# With modules_to_save PEFT has a module's original and a trained copy. These parts of a name distinguish them
+_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")
+_HELD_PARTS = (  # start of a name with `WRAPPED` -> its start in vLLM's class
     (f"{WRAPPED}.", "language_model.model."),
     ("lm_head", "language_model.lm_head"),
     ("model.", ""),  # vision tower and projector
@@ -70,25 +72,30 @@ def checkpoint_name(name: str) -> str:
 
 
 def without_copies(name: str) -> str:
-    """Return the name without PEFT's `modules_to_save`: that of the module whose original and copies PEFT keeps."""
+    """Return the name of a module or parameter without PEFT's part that marks an original or a copy."""
     return _COPY.sub("", name)
 
 
 def stored_name(name: str, model_type: str) -> str:
-    """Return the checkpoint's name of what transformers calls `name`; vLLM loads it by this name."""
+    """Return the name in a checkpoint, by which vLLM loads it, of a tensor that transformers calls `name`."""
     return _replaced(name, family_of(model_type).stored)
 
 
 def is_fp32(name: str, model_type: str) -> bool:
-    """Return whether an engine holds the parameter that transformers calls `name` in FP32: it is sent unrounded."""
+    """Return whether an engine has the parameter that transformers calls `name` in FP32, so that a sync must not round
+    it.
+    """
     return name.endswith(family_of(model_type).fp32)
 
 
 def held_name(stored: str, model_type: str, decoder: str) -> str:
     """Return the name in vLLM's class of a parameter or module of a checkpoint with decoder layers in `decoder`."""
-    parts = _HELD_PARTS if decoder == WRAPPED else ()
-    before, after = next((part for part in parts if stored.startswith(part[0])), ("", ""))
-    return _replaced(after + stored.removeprefix(before), family_of(model_type).in_engine)
+    if decoder == WRAPPED:
+        for before, after in _HELD_PARTS:
+            if stored.startswith(before):
+                stored = after + stored.removeprefix(before)
+                break
+    return _replaced(stored, family_of(model_type).in_engine)
 
 
 def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
@@ -100,7 +107,10 @@ def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
 def fused_name(name: str) -> str:
     """Return the name of the layer that vLLM fuses a projection into; the name itself if it is not fused."""
     parent, _, kind = name.rpartition(".")
-    return next((f"{parent}.{fused}" for fused, parts in FUSED.items() if kind in parts), name)
+    for fused, parts in FUSED.items():
+        if kind in parts:
+            return f"{parent}.{fused}"
+    return name
 
 
 def sent_expert_name(engine_name: str, gate: str) -> str:
@@ -110,7 +120,7 @@ def sent_expert_name(engine_name: str, gate: str) -> str:
 
 
 def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple[str, ...]:
-    """Return published names, {} for the expert's number, of the parts of a tensor of all experts or its scales."""
+    """Return the published names of a tensor of all experts, or of its scales; `{}` stands for the expert's number."""
     layer, is_expert, tensor = sent.partition(".experts.")
     tensor, is_scale, _ = tensor.partition(scale_suffix)
     for family in (TRANSFORMERS, MIXTRAL):
@@ -121,7 +131,7 @@ def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple
 
 
 def full_shape(parameter: "nn.Parameter") -> tuple[int, ...]:
-    """Return the shape of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
+    """Return the shape of a whole parameter, also if DeepSpeed's ZeRO-3 left an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -135,7 +145,7 @@ def expert_modules(model: "nn.Module") -> Iterator[tuple[str, "nn.Module"]]:
 
 
 def expert_weights(experts: "nn.Module") -> dict[str, "nn.Parameter"]:
-    """Return the parameters of all experts of a layer, also where they are shared and the module has none."""
+    """Return the weights of all experts of a layer. They are parameters, or attributes of a shared base's modules."""
     shared = {name: getattr(experts, name) for name in TRANSFORMERS.fused if hasattr(experts, name)}
     return dict(experts.named_parameters(recurse=False)) or shared
 
@@ -154,8 +164,9 @@ def routers(model: "nn.Module") -> dict[str, "nn.Module | None"]:
 
 
 def is_router(module: "nn.Module") -> bool:
-    """Return whether a router chooses experts by one top-k (Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE) and returns the
-    choice after logits and weights; Granite's returns it before them.
+    """Return whether a router chooses experts by one top-k and returns logits, weights and choice in this order.
+
+    Those of Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE do. Granite's returns the choice first.
     """
     name = type(module).__name__
     return name.endswith("TopKRouter") and not name.startswith("GraniteMoe")

@@ -1,4 +1,7 @@
-"""Names, shapes and caches of a model, enough to decide what is FP8 and to count bytes; made by `from_model.py`."""
+"""`Outline`: names, shapes and caches of a model, from which is decided what is FP8, and bytes are counted.
+
+from_model.py creates outlines.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,37 +10,42 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Cache that a decoder layer keeps for a sequence while an engine generates."""
+    """Cache of a decoder layer for one sequence, while an engine generates."""
 
-    elements: int = 0  # of a token: k and v of all heads, or MLA's latent; 0: none, or those of another layer
-    window: int | None = None  # sliding attention keeps this many tokens at most
-    is_latent: bool = False  # MLA: every tensor parallel rank holds all of it
-    state_bytes: int = 0  # of a sequence of whatever length: gated delta nets in BF16; of other such layers not known
+    # Elements of a token: k and v of all heads, or MLA's latent with its rotated key. 0: the layer caches no tokens,
+    # perhaps because it reads the k and v of another layer
+    elements: int = 0
+    window: int | None = None  # the most tokens that sliding or chunked attention keeps; None: all
+    is_latent: bool = False  # whether it is MLA's cache, which each tensor parallel rank holds whole
+    # Bytes of a recurrent state, whatever the sequence's length. Known for gated delta nets only, otherwise 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Outline:
-    """Outline of a model, without adapters. Names are those of the checkpoint, in the order of the model."""
+    """Outline of a model, without adapters. Names of tensors are the checkpoint's, in the model's order."""
 
-    name: str  # of the checkpoint, or of the class where there is none
+    name: str  # name of the checkpoint, or of the class if there is no checkpoint
     class_name: str
-    architectures: tuple[str, ...]  # what vLLM looks up: the config's, or the class where it has none
-    config_type: str  # model_type of the config as a whole
-    model_type: str  # of the language model, as are layers and heads
+    architectures: tuple[str, ...]  # vLLM looks these up: the config's `architectures`, or the class if it has none
+    config_type: str  # `model_type` of the whole config
+    model_type: str  # `model_type` of the language model. Layers and heads below are the language model's, too
     layers: int
-    kv_heads: int  # 0 where layers differ in their heads or have none
-    head_dim: int  # 0 where kv_heads is
+    kv_heads: int  # 0 if layers differ in their heads or have none
+    head_dim: int  # 0 if `kv_heads` is 0
     caches: tuple[LayerCache, ...] = field(repr=False)  # by decoder layer
-    parameters: Mapping[str, tuple[int, ...]] = field(repr=False)  # shapes, also of buffers that a checkpoint holds
+    parameters: Mapping[str, tuple[int, ...]] = field(repr=False)  # shapes, with the buffers of a checkpoint
     linears: Mapping[str, tuple[int, int]] = field(repr=False)  # (out-features N, in-features K)
-    experts: Mapping[str, bool] = field(repr=False)  # True: gate_up_proj [E, 2I, K] and down_proj [E, K, I]
-    experts_per_token: int = 0  # that a router chooses; 0: dense
-    top_k_routers: bool = False  # its routers choose experts by one top-k, whose choice router_replay can replace
-    context: int = 0  # tokens of the longest sequence that the config promises; 0: it does not say
-    turned_alike: int = 0  # tokens of a sequence beyond which other factors turn its q and k (longrope); 0: any
-    stretch: float = 1.0  # an engine serves sequences of `context` times this (linear scaling of rotary angles)
-    activation: str = ""  # inside an MLP; empty: the config does not say
-    stored_as: str = ""  # quantization method of the checkpoint itself, e.g. "fp8"; empty: none
+    # Name of each expert module -> whether its weights are gate_up_proj [E, 2I, K] and down_proj [E, K, I]
+    experts: Mapping[str, bool] = field(repr=False)
+    experts_per_token: int = 0  # number of experts that a router chooses; 0: a dense model
+    top_k_routers: bool = False  # True: each router chooses experts by one top-k, which router_replay can replace
+    context: int = 0  # max_position_embeddings of the config, in tokens; 0: unknown
+    # Longrope: tokens of the longest sequence that uses the short factors of the rotary angles; 0: no limit
+    short_factor_length: int = 0
+    stretch: float = 1.0  # linear rotary scaling: an engine serves sequences up to `context * stretch` tokens
+    activation: str = ""  # activation function of the MLPs; empty: unknown
+    stored_as: str = ""  # quantization method of the checkpoint's own weights, e.g. "fp8"; empty: not quantized
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -46,27 +54,33 @@ class Outline:
 
     @property
     def decoder(self) -> str:
-        """Return the name of the module that has the decoder layers; deeper in a vision-language model."""
+        """Return the name of the module that contains the decoder layers, e.g. `model` or `model.language_model`."""
         name = next((name for name in self.parameters if name.endswith(".embed_tokens.weight")), "model.")
         return name.removesuffix("embed_tokens.weight").removesuffix(".")
 
 
 def layer_caches(config: Mapping[str, Any], layers: int, kv_heads: int, head_dim: int) -> tuple[LayerCache, ...]:
-    """Return the cache of each decoder layer; `config` has transformers' defaults, as `to_dict()` fills them in."""
+    """Return the cache of each decoder layer.
+
+    `config` is a transformers config as a dictionary with all defaults (`to_dict()`).
+    """
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     full = LayerCache(2 * kv_heads * head_dim)
-    if rank := config.get("kv_lora_rank"):
-        full = LayerCache(rank + config["qk_rope_head_dim"], is_latent=True)
-    of_kind = {
+    latent_size = config.get("kv_lora_rank")
+    if latent_size:
+        full = LayerCache(latent_size + config["qk_rope_head_dim"], is_latent=True)
+    cache_by_kind = {  # other kinds that transformers knows, as "hybrid", cache k and v like full attention
         "sliding_attention": replace(full, window=window or None),
         "chunked_attention": replace(full, window=config.get("attention_chunk_size")),
         "linear_attention": LayerCache(state_bytes=_delta_net_bytes(config)),
         "conv": LayerCache(),
-        **dict.fromkeys(("mlp", "moe"), LayerCache()),  # Nemotron-H: layers of nothing else
+        **dict.fromkeys(("mlp", "moe"), LayerCache()),  # Nemotron-H has layers that are only an MLP or only experts
     }
     kinds = config.get("layer_types") or ("sliding_attention" if window else "full_attention",) * layers
-    own = layers - (config.get("num_kv_shared_layers") or 0)  # Gemma 3n: the last ones read k and v of earlier ones
-    return tuple(of_kind.get(kind, full) if layer < own else LayerCache() for layer, kind in enumerate(kinds))
+    # Gemma 3n: the last layers cache nothing and read k and v of earlier ones
+    with_cache = layers - (config.get("num_kv_shared_layers") or 0)
+    cached = [cache_by_kind.get(kind, full) for kind in kinds[:with_cache]]
+    return (*cached, *[LayerCache()] * (layers - with_cache))
 
 
 def kv_layers(caches: tuple[LayerCache, ...]) -> tuple[int, ...]:
@@ -75,11 +89,15 @@ def kv_layers(caches: tuple[LayerCache, ...]) -> tuple[int, ...]:
 
 
 def _delta_net_bytes(config: Mapping[str, Any]) -> int:
-    """Return the bytes of vLLM's `gated_delta_net_state_shape`: a convolution's last inputs, a K x V matrix a head."""
+    """Return the bytes of the state that vLLM keeps for a gated delta net (`gated_delta_net_state_shape`).
+
+    It has the last inputs of a convolution, in BF16, and for each head a matrix (key_dim x value_dim).
+    """
     heads = config.get("linear_num_value_heads")
     if not heads:
         return 0
-    keys, values = config["linear_key_head_dim"], config["linear_value_head_dim"]
-    channels = 2 * config["linear_num_key_heads"] * keys + heads * values
-    matrix_bytes = 4 if config.get("mamba_ssm_dtype") == "float32" else 2
-    return 2 * channels * (config["linear_conv_kernel_dim"] - 1) + matrix_bytes * heads * keys * values
+    key_dim = config["linear_key_head_dim"]
+    value_dim = config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * key_dim + heads * value_dim
+    itemsize = 4 if config.get("mamba_ssm_dtype") == "float32" else 2  # of the matrices
+    return 2 * channels * (config["linear_conv_kernel_dim"] - 1) + itemsize * heads * key_dim * value_dim

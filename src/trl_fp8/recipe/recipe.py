@@ -1,7 +1,7 @@
 """The recipe: which tensors of a model are FP8, and in which format.
 
-It is decided once, before the engine starts, by exact module names, because vLLM's ignore list silently drops patterns
-and unknown names. Each linear layer is in `fp8_modules`, or in `kept_modules` with the reason.
+A recipe is decided once, before the engine starts. It lists exact module names, because vLLM silently drops patterns
+and unknown names from its ignore list. Each linear layer is in `fp8_modules`, or in `kept_modules` with the reason.
 
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
 engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats import BLOCKS, FIRST_CAPABILITY, FORMATS, FormatSpec, ScaleFormat, format_named
+from trl_fp8.quantization.formats import BLOCKS, FORMATS, FormatSpec, ScaleFormat, format_named
 
 from .families import family_of
 from .names import (
@@ -54,16 +54,16 @@ class FP8Recipe:
     """FP8 tensors of the engine by exact checkpoint names in model order; final once the engine has started."""
 
     fp8_modules: tuple[str, ...]  # linear layers whose weights are FP8
-    kept_modules: dict[str, str] = field(default_factory=dict)  # all other candidates, and routers -> reason
+    kept_modules: dict[str, str] = field(default_factory=dict)  # other linear layers, experts and routers -> reason
     kv_cache_dtype: str = "fp8"  # "fp8" (e4m3, calibrated per-tensor scales) or "auto" (the model's dtype)
     kv_cache_skip_layers: tuple[int, ...] = ()  # decoder layers whose KV cache stays in the model's dtype
-    format: FormatSpec = BLOCKS  # of the weights
-    scale_format: ScaleFormat = "pow2"  # of the weights' scales, see `trl_fp8.quantization.codec.e4m3`
+    format: FormatSpec = BLOCKS  # format of the weights
+    scale_format: ScaleFormat = "pow2"  # format of the weights' scales, see `trl_fp8.quantization.codec.e4m3`
     kv_scale_margin: float = 1.05  # factor on the calibrated amax of q, k and v before it becomes a scale
     tensor_parallel_size: int = 1  # ranks that share one engine
     fp8_experts: tuple[str, ...] = ()  # expert modules whose weights are FP8
-    model_type: str = ""  # of the language model's config; a few have other names in the engine
-    decoder: str = "model"  # module of the policy that has the decoder layers
+    model_type: str = ""  # `model_type` of the language model's config, on which names in the engine depend
+    decoder: str = "model"  # name of the policy's module that has the decoder layers
 
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
@@ -117,11 +117,11 @@ class FP8Recipe:
 
     def gemms(self, outline: Outline) -> Counter[tuple[int, int]]:
         """Count the layers by the shape `[N, K]` of a rank's FP8 weights, as vLLM fuses them."""
-        rows = Counter()
+        rows_of = Counter()  # (fused layer, columns) -> rows of all its projections
         for name in self.fp8_modules:
-            for part, columns in _shards(outline, name, self.tensor_parallel_size):
-                rows[fused_name(name), int(columns)] += int(part)
-        return Counter((part, columns) for (_, columns), part in rows.items())
+            for rows, columns in _shards(outline, name, self.tensor_parallel_size):
+                rows_of[fused_name(name), int(columns)] += int(rows)
+        return Counter((rows, columns) for (_, columns), rows in rows_of.items())
 
     @property
     def fp8_kv_cache(self) -> bool:
@@ -132,8 +132,8 @@ class FP8Recipe:
         """Return the checkpoint's `quantization_config`, which vLLM reads; None if nothing is FP8."""
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
-        # Also if only the KV cache is FP8: without this config vLLM's attention has no loadable q, k and v scales.
-        # Modules are listed by both names, because vLLM's MiniMax-M2 looks them up by the policy's
+        # It is needed even if only the KV cache is FP8: without it vLLM's attention has no scales of q, k and v to
+        # load. Modules are listed by both names, because vLLM's MiniMax-M2 looks them up by the policy's
         ignored = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
         if family_of(self.model_type).fuses_unsaid:
             ignored |= dict.fromkeys(map(fused_name, ignored))
@@ -165,7 +165,7 @@ def recipe_for(
     Args:
         outline: Outline of the policy.
         ignored_modules: Linear layers and expert modules to keep, by exact name.
-        expert_kernels: The engine has kernels for FP8 experts. vLLM has them on CUDA, not on CPU.
+        expert_kernels: Whether the engine has kernels for FP8 experts. vLLM has them on CUDA, not on CPU.
         fp8_weights and others: See the flags of `FP8GRPOConfig`.
 
     Raises:
@@ -173,7 +173,9 @@ def recipe_for(
             `ignored_modules` or `kv_cache_skip_layers` name layers that do not exist, or all layers. The message lists
             them.
     """
-    linears, experts, spec = outline.linears, outline.experts, format_named(weight_format)
+    linears = outline.linears
+    experts = outline.experts
+    spec = format_named(weight_format)
     spec.require_scale_format(scale_format)
     modules = [*linears, *experts]
     _check_named(ignored_modules, modules, kv_cache_skip_layers, outline)
@@ -185,17 +187,17 @@ def recipe_for(
         )
     reasons = _reasons(outline, spec, tensor_parallel_size, ignored_modules, expert_kernels)
     if fp8_weights and len(reasons) == len(modules):
-        sizes = [size for size in range(1, tensor_parallel_size) if tensor_parallel_size % size == 0]
-        at_sizes = {size: _reasons(outline, spec, size, ignored_modules, expert_kernels) for size in sizes}
-        smaller = [size for size, kept_there in at_sizes.items() if len(kept_there) < len(modules)]
+        divisors = [size for size in range(1, tensor_parallel_size) if tensor_parallel_size % size == 0]
+        kept_at = {size: _reasons(outline, spec, size, ignored_modules, expert_kernels) for size in divisors}
+        smaller = [size for size in divisors if len(kept_at[size]) < len(modules)]  # at which some module is FP8
         raise ValueError(_why_nothing(outline, reasons, spec, tensor_parallel_size, smaller))
     if not fp8_weights:
         reasons = {name: reasons.get(name, "fp8_weights is off") for name in modules}
-    holding = {name.rpartition(".")[0] for name in outline.parameters}
+    parents = {name.rpartition(".")[0] for name in outline.parameters}  # modules that have parameters of their own
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in reasons),
         fp8_experts=tuple(name for name in experts if name not in reasons),
-        kept_modules=reasons | {router_name(name, holding): "router" for name in experts},
+        kept_modules=reasons | {router_name(name, parents): "router" for name in experts},
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
         format=spec,
@@ -225,7 +227,7 @@ def _reasons(
 
 
 def _why_nothing(outline: Outline, reasons: dict[str, str], spec: FormatSpec, tp_size: int, smaller: list[int]) -> str:
-    """Return the error for a model without any FP8 layer; at the `smaller` tensor parallel sizes it has some."""
+    """Return the error for a model without FP8 layers. It would have some at the `smaller` tensor parallel sizes."""
     remedies = [f"fp8_weight_format={name!r}" for name in formats_for(outline, tp_size)]
     if smaller:
         reason = f"split over {tp_size} GPUs, no layer of {outline.class_name} has shards that {spec.requirement}"
@@ -244,28 +246,32 @@ def _why_nothing(outline: Outline, reasons: dict[str, str], spec: FormatSpec, tp
 def formats_for(outline: Outline, tensor_parallel_size: int = 1) -> list[str]:
     """Return the formats in which an engine on any GPU with FP8 can hold some linear layers or experts of a model."""
     modules = (*outline.linears, *outline.experts)
-    return [
-        name
-        for name, spec in FORMATS.items()
-        if spec.capability == FIRST_CAPABILITY
-        and any(_why_kept(outline, module, spec, tensor_parallel_size) is None for module in modules)
-    ]
+    names = []
+    for name, spec in FORMATS.items():
+        reasons = (_why_kept(outline, module, spec, tensor_parallel_size) for module in modules)
+        if spec.on_all_gpus and None in reasons:
+            names.append(name)
+    return names
 
 
 def adapter_targets(linears: Iterable[str]) -> list[str]:
     """Return the last names of the attention projections that adapters may be on, also with an FP8 base."""
-    names = (name.rpartition(".") for name in linears if _PROJECTION.search(name))
-    return list(dict.fromkeys(kind for parent, _, kind in names if parent.endswith("_attn") and kind not in MLA))
+    targets: dict[str, None] = {}
+    for name in linears:
+        parent, _, kind = name.rpartition(".")
+        if _PROJECTION.search(name) and parent.endswith("_attn") and kind not in MLA:
+            targets[kind] = None
+    return list(targets)
 
 
 def is_vision(name: str) -> bool:
-    """Return whether a module or parameter is of a vision tower, or between it and the language model."""
+    """Return whether a module or parameter belongs to a vision tower, or to the projector behind it."""
     return _VISION.search(name) is not None
 
 
 def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> str | None:
     """Return why an engine cannot hold a linear layer or module of experts in a format; None if it can."""
-    at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
+    per_rank = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
     if name in outline.experts:
         if spec.why_no_experts:
             return spec.why_no_experts
@@ -274,7 +280,7 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         _, hidden, intermediate = outline.parameters[f"{name}.down_proj"]
         if spec.fits(intermediate / tp_size, hidden):
             return None
-        return f"experts of {intermediate / tp_size:g} x {hidden}{at}, not multiples of {spec.alignment}"
+        return f"experts of {intermediate / tp_size:g} x {hidden}{per_rank}, not multiples of {spec.alignment}"
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
     if _GATES.search(name):
@@ -283,9 +289,16 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         return "vision tower"
     if not _PROJECTION.search(name):
         return "not named as a projection of Llama's decoder layers"
-    for rows, columns in _shards(outline, name, tp_size):
+    shards = _shards(outline, name, tp_size)
+    for rows, columns in shards:
         if not spec.fits(rows, columns):
-            return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+            return f"{rows:g} x {columns:g}{per_rank} is not a multiple of {spec.alignment} x {spec.alignment}"
+    fused = [peer for peer in _fused_with(name) if peer in outline.linears] or [name]
+    fused_rows = sum(rows for peer in fused for rows, _ in _shards(outline, peer, tp_size))
+    columns = shards[0][1]  # the same in all of them
+    if min(fused_rows, columns) < spec.smallest_side:
+        least = f"{spec.smallest_side}, the smallest multiple of {spec.alignment} that vLLM's kernel takes"
+        return f"{fused_rows:g} x {columns:g}{per_rank} has a side below {least}"
     return None
 
 
@@ -298,15 +311,21 @@ def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, floa
     if kind in REPLICATED:
         return [(rows, columns)]
     if kind in LINEAR_ATTENTION:
-        values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows  # as many rows as z
-        keys = [(rows - values) / 2] * 2 if kind in PARTS else []
-        return [(part / tp_size, columns) for part in (*keys, values)]
+        parts = [rows]
+        if kind in PARTS:  # q, k and v; v has as many rows as z
+            values = outline.linears[f"{parent}.in_proj_z"][0]
+            parts = [(rows - values) / 2, (rows - values) / 2, values]
+        return [(part / tp_size, columns) for part in parts]
+    # The projections in this weight: several if the checkpoint has them fused
     kinds = FUSED.get("gate_up_proj" if kind == GATE_UP else kind, (kind,))
     key_rows = outline.kv_heads * outline.head_dim
     sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
-    # with fewer KV heads than ranks, heads are replicated
-    ranks = (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size for kind in kinds)
-    return [(size / count, columns) for size, count in zip(sizes, ranks, strict=True)]
+    shards = []
+    for kind, size in zip(kinds, sizes, strict=True):
+        # With fewer KV heads than ranks, several ranks hold the same head
+        ranks = min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size
+        shards.append((size / ranks, columns))
+    return shards
 
 
 def _fused_with(name: str) -> list[str]:
@@ -321,18 +340,24 @@ def _fused_reason(peer: str) -> str:
 
 def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], outline: Outline) -> None:
     """Raise `ValueError` for modules or layers that the model does not have, and for skipping all layers."""
-    layers, cached = outline.layers, outline.kv_layers or range(outline.layers)
-    if unknown := [name for name in ignored if name not in modules]:
+    layers = outline.layers
+    cached = outline.kv_layers or range(layers)
+    unknown_modules = [name for name in ignored if name not in modules]
+    if unknown_modules:
         raise ValueError(
-            f"fp8_ignored_modules={unknown} are not linear layers or experts of the model. Names are matched exactly; "
-            f"the model has for example {modules[:3]}."
+            f"fp8_ignored_modules={unknown_modules} are not linear layers or experts of the model. Names are matched "
+            f"exactly; the model has for example {modules[:3]}."
         )
-    if unknown := [layer for layer in skipped if not 0 <= layer < layers]:
-        raise ValueError(f"kv_cache_skip_layers names layers {unknown}, but the model's layers are 0 .. {layers - 1}.")
-    if without := [layer for layer in skipped if layer not in cached]:
+    unknown_layers = [layer for layer in skipped if not 0 <= layer < layers]
+    if unknown_layers:
         raise ValueError(
-            f"kv_cache_skip_layers names layers {without}, which cache no keys and values (linear attention). Name "
-            f"others: those that do are {list(cached)}."
+            f"kv_cache_skip_layers names layers {unknown_layers}, but the model's layers are 0 .. {layers - 1}."
+        )
+    without_cache = [layer for layer in skipped if layer not in cached]
+    if without_cache:
+        raise ValueError(
+            f"kv_cache_skip_layers names layers {without_cache}, which cache no keys and values (linear attention). "
+            f"The layers that do are {list(cached)}."
         )
     if len(set(skipped)) == len(cached):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""Refusals of models that no engine can serve, by their names, before an engine starts.
+"""Refusals of models that no engine can serve, by model type and names of parameters, before an engine starts.
 
-vLLM has to load the model into a class of its own, which takes the policy's tensors under the policy's names and lets
-them be read back. Classes of vLLM that do not are recognized by a part of a parameter's name, or by the model
-type (families.py); tests/engine/test_servable.py compares both with vLLM's classes. For all other models the names of
-the started engine are compared with the policy's (`sync.policy_checks`).
+vLLM's class of a model has to load the policy's tensors under the policy's names, and to store them so that they can
+be read back. Classes that do not are recognized by a part of a parameter's name, or by the model type (families.py).
+tests/engine/test_servable.py compares both with vLLM's classes. For all other models the names in the started engine
+are compared with the policy's (`sync.policy_checks`).
 """
 
 import re
@@ -13,7 +13,8 @@ from .families import family_of, types_with
 from .outline import Outline
 
 
-# Part of a parameter's name -> reason
+# Part of a parameter's name -> reason. The first: conv1d and A_log of Mamba, conv.conv of LFM2, but not those of gated
+# delta nets (linear_attn), which can be read back
 _REFUSED_NAMES = {
     r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
         "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
@@ -23,18 +24,20 @@ _REFUSED_NAMES = {
         "its checkpoint has q, k, v as one tensor, whose rows vLLM may rearrange, so that they cannot be read back"
     ),
 }
-# Flags that always work instead
+# Flags with which any model can be trained: TRL without FP8 and without vLLM
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}
 WITHOUT_ENGINE_WORDS = ", ".join(f"{flag}={value!r}" for flag, value in WITHOUT_ENGINE.items())
 REMEDY = f"Choose another model, or train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS} (TRL alone)"
 
-# `upstream.vllm.engine_class`: architectures -> class of vLLM, or None. None where vLLM is absent or too slow.
+# `upstream.vllm.engine_class`: architectures -> name of vLLM's class, or None. Callers without vLLM, or without the
+# time to import it, pass no such function
 Resolve = Callable[[tuple[str, ...]], str | None]
 
 
 def require_servable(outline: Outline, resolve: Resolve | None = None) -> None:
     """Raise `ValueError` for a model that no engine can serve, with its config's type, reason and remedy."""
-    if (reason := why_not_servable(outline, resolve)) is not None:
+    reason = why_not_servable(outline, resolve)
+    if reason is not None:
         raise ValueError(unservable(outline.config_type, reason))
 
 
@@ -48,36 +51,37 @@ def unservable(model_type: str, reason: str) -> str:
 def require_same_positions(outline: Outline, longest: int | None) -> None:
     """Raise `ValueError` if engine and policy would rotate q and k of some sequences by different angles.
 
-    `longest` is the number of tokens of a sequence in the engine; None: as many as the model can have.
+    `longest` is the number of tokens of a sequence in the engine; None: as many as the model can have. With longrope
+    vLLM then takes `original_max_position_embeddings`, fewer than the trainer assumes, so a number has to be set.
     """
     served = int(outline.context * outline.stretch)
     if longest and served and longest > served:
         scaled = f" and a linear factor of {outline.stretch:g}" if outline.stretch > 1 else ""
         raise ValueError(
             f"vllm_max_model_length={longest}, but the config of {outline.name} has "
-            f"max_position_embeddings={outline.context}{scaled}: engine and policy do not turn q and k of longer "
-            f"sequences alike. Set vllm_max_model_length={served} or less."
+            f"max_position_embeddings={outline.context}{scaled}: engine and policy turn q and k of longer "
+            f"sequences by different angles. Set vllm_max_model_length={served} or less."
         )
-    short = outline.turned_alike
+    short = outline.short_factor_length
     if short and (longest or outline.context) > short:
         raise ValueError(
             f"vllm_max_model_length={longest} with a {outline.model_type!r} model that turns q and k by other factors "
-            f"in sequences of more than {short} tokens (longrope): vLLM takes those for all sequences if one can be "
-            f"that long, so that the engine would sample the others from another policy. Set "
+            f"in sequences of more than {short} tokens (longrope). If an engine's sequences may be that long, vLLM "
+            f"uses the long factors in short sequences, too, where the policy uses the short ones. Set "
             f"vllm_max_model_length={short} or less."
         )
 
 
 def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | None:
     """Return the reason for which `require_servable` raises, or None."""
-    family, backed = family_of(outline.model_type), types_with("by_transformers")
-    found = resolve(outline.architectures) if resolve is not None else outline.class_name
-    if (found or "").startswith("Transformers") and not family.by_transformers:
+    family = family_of(outline.model_type)
+    vllm_class = resolve(outline.architectures) if resolve is not None else outline.class_name
+    if (vllm_class or "").startswith("Transformers") and not family.by_transformers:
         return (
             "vLLM has no class of its own for them and falls back to its transformers backend, which was "
-            f"tested only with {', '.join(backed)}"
+            f"tested only with {', '.join(kind for kind in types_with('by_transformers') if family_of(kind).tested)}"
         )
-    if found is None:
+    if vllm_class is None:
         architectures = ", ".join(outline.architectures)
         return f"the installed vLLM knows no class for {architectures} (a vLLM plugin may register one)"
     for part, reason in _REFUSED_NAMES.items():
@@ -97,5 +101,8 @@ def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | 
             "num_hidden_layers), and vLLM's class gives one to all or none"
         )
     if not outline.head_dim:
-        return "its layers have no attention, or attention heads of several sizes, and the KV cache is planned for one"
+        return (
+            "its layers have no attention, or attention heads of several numbers or sizes, and the KV cache is "
+            "planned for one"
+        )
     return None

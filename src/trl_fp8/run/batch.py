@@ -7,8 +7,8 @@ Correction and mismatch are both computed from the log-ratios
 
     log r_t = log pi_trainer(t) - log pi_rollout(t)        r > 1: the trainer likes the token more than the engine did
 
-A token is *scored* if both sides gave it a usable log-prob. An unscored token has log r = 0 (no correction) and is
-counted, so that it is neither a NaN in the loss nor a silent zero in an average. Bounds are of r, never of 1/r.
+A token is *scored* if both sides gave it a usable log-prob. An unscored token has log r = 0, so it gets no correction.
+Averages leave it out, and metrics report how many there are. Bounds are of r, never of 1/r.
 
 Shape letters: B sequences, P prompt columns, T completion columns.
 """
@@ -29,10 +29,14 @@ PROMPT_IDS = "prompt_ids"  # [B, P], padded on the left
 COMPLETION_IDS = "completion_ids"  # [B, T], padded on the right
 COMPLETION_MASK = "completion_mask"  # [B, T]: 0 at padding
 TOOL_MASK = "tool_mask"  # [B, T]: 0 at tokens that a tool wrote; TRL leaves it out where there are no tools
-TRAINER_LOGPS = "old_per_token_logps"  # [B, T]: absent where TRL runs no old-log-prob pass
+TRAINER_LOGPS = "old_per_token_logps"  # [B, T]: the trainer's; absent if TRL runs no old-log-prob pass
 ROLLOUT_LOGPS = "sampling_per_token_logps"  # [B, T]: the engine's; absent without importance sampling correction
 LOSS_WEIGHTS = "importance_sampling_ratio"  # [B, T] or [B, 1]: factors of the loss
 LOSS_TOKENS = "num_items_in_batch"  # 0-d: tokens that the loss averages over, on all ranks
+
+# This package's own key, [B, T] int64: number of syncs since the weights that sampled a token. Absent if the current
+# policy sampled all tokens
+VERSION_AGES = "version_ages"
 
 # exp(20) = 4.9e8 is no ratio of two trained models. The bound keeps sums of squares finite (exp(40) = 2.4e17).
 LOG_RATIO_BOUND = 20.0
@@ -40,7 +44,9 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of one batch over all ranks, on the host, that can be merged with that of another batch.
+    """A metric of one batch, that can be merged with that of another batch.
+
+    `measured` makes it one over all ranks, with numbers. Before, its parts are 0-d tensors of this rank.
 
     A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of
     few tokens the same weight as one of many. So a metric keeps the numbers that it is computed from, its parts: two
@@ -48,8 +54,8 @@ class Metric:
     """
 
     parts: tuple[float, ...]
-    merge: Callable[[float, float], float]  # of the same part of two batches
-    formula: Callable[..., float]  # of the parts; NaN if nothing was measured
+    merge: Callable[[float, float], float]  # combines the same part of two batches into one
+    formula: Callable[..., float]  # computes the value from the parts; NaN if nothing was measured
 
     def __or__(self, other: Metric) -> Metric:
         """Return the metric of both batches."""
@@ -71,17 +77,20 @@ def mean_of(total: float, count: float = 1.0) -> Metric:
 
 
 def highest(value: float) -> Metric:
-    """Return a maximum. -inf means that there was no value, and reads as NaN."""
-    return Metric((value,), max, _measured)
+    """Return a maximum. Pass -inf if there was no value: if no batch had one, the metric is NaN."""
+    return Metric((value,), max, _finite_or_nan)
 
 
 def lowest(value: float) -> Metric:
-    """Return a minimum. inf means that there was no value, and reads as NaN."""
-    return Metric((value,), min, _measured)
+    """Return a minimum. Pass inf if there was no value: if no batch had one, the metric is NaN."""
+    return Metric((value,), min, _finite_or_nan)
 
 
 def effective_sample_size(total: float, squares: float, count: float) -> Metric:
-    """Return (sum w)^2 / (n sum w^2) of n weights: 0 if all of them are 0, NaN if there is none."""
+    """Return the effective sample size of n weights w as a share of n: (sum w)^2 / (n sum w^2).
+
+    It is 0 if all weights are 0, and NaN if there is none.
+    """
     return Metric((total, squares, count), add, _effective_share)
 
 
@@ -90,7 +99,7 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def _measured(value: float) -> float:
+def _finite_or_nan(value: float) -> float:
     return value if math.isfinite(value) else math.nan
 
 
@@ -111,14 +120,15 @@ class LogRatio:
     broken_BT: torch.Tensor  # bool: the rollout log-prob is fine, but the trainer's is NaN or +inf
     clamped_BT: torch.Tensor  # bool: scored, and |log r| was beyond the bound
     trainer_BT: torch.Tensor  # unchanged log-probs of the trainer, in the dtype of `values_BT`
-    rollout_BT: torch.Tensor  # unchanged log-probs of the engine, in that dtype
+    rollout_BT: torch.Tensor  # unchanged log-probs of the engine, in the dtype of `values_BT`
 
     @property
     def has_evidence_B1(self) -> torch.Tensor:
+        """Return whether a sequence has any scored token."""
         return self.scored_BT.any(dim=-1, keepdim=True)
 
     def mean_over_sequence_B1(self, values_BT: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the scored tokens of each sequence, of values that are 0 elsewhere; 0 over nothing."""
+        """Return the mean over the scored tokens of each sequence, 0 without any. `values_BT` must be 0 elsewhere."""
         return values_BT.sum(dim=-1, keepdim=True) / self.scored_BT.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
@@ -127,8 +137,8 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
 
     Args:
         trainer_logps_BT: -inf is a ratio of (nearly) zero; NaN and +inf are failures of the forward, left unscored.
-        rollout_logps_BT: What is not finite counts as missing: a sampled token cannot have probability zero.
-        mask_BT: Nonzero at the tokens that are trained on. What the log-probs hold elsewhere does not matter.
+        rollout_logps_BT: Not finite means missing: a sampled token cannot have probability zero.
+        mask_BT: Nonzero at the tokens that are trained on. Elsewhere the log-probs may have any value.
     """
     shapes = [tuple(x.shape) for x in (trainer_logps_BT, rollout_logps_BT, mask_BT)]
     if len(shapes[0]) != 2 or len(set(shapes)) != 1:
@@ -163,6 +173,7 @@ class Rollouts:
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
+    age: int = 0  # number of syncs since the oldest rollout was requested
     metrics: dict[str, Metric] = field(default_factory=dict)  # measured by features; the trainer logs all of them
 
     @cached_property
@@ -178,7 +189,7 @@ class Batch:
 
     tensors: dict[str, torch.Tensor]  # TRL's dictionary, by the keys above
     metrics: dict[str, Metric] = field(default_factory=dict)  # measured by features; the trainer logs all of them
-    record: dict = field(default_factory=dict)  # what the run's log keeps of it besides
+    record: dict = field(default_factory=dict)  # further entries of the batch's line in the run's log
 
     @property
     def mask_BT(self) -> torch.Tensor:
@@ -187,9 +198,9 @@ class Batch:
 
     @cached_property
     def ratio(self) -> LogRatio | None:
-        """Return log-ratios of the tokens that the policy wrote; None if TRL did not ask both sides for log-probs.
+        """Return log-ratios of the tokens that the policy wrote; None if trainer or engine computed no log-probs.
 
-        The first access computes them, and has to come before a correction replaces the log-probs.
+        They are computed at the first access, which has to come before a correction replaces the log-probs.
         """
         if not {TRAINER_LOGPS, ROLLOUT_LOGPS} <= self.tensors.keys():
             return None

@@ -1,8 +1,9 @@
 """Checkpoints that were written to their end, and the rollouts that a checkpoint holds.
 
 TRL 1.16 generates once for `steps_per_generation * num_iterations` micro-steps and keeps the rollouts in memory only.
-A run that is resumed inside of them would generate again for a prompt batch that is partly used, and skip the prompts
-that come next. So each rank writes its unused rollouts, and all that belongs to them, into the checkpoint.
+A checkpoint may be saved when only some of these rollouts were used. A run resumed from it would generate again for
+the same prompts, and skip the next ones. So each rank writes its unused rollouts, and everything that belongs to them,
+into the checkpoint.
 """
 
 from pathlib import Path
@@ -16,15 +17,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-LAST = ("true", "auto")  # words of a command line or a file for the last whole checkpoint
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # settings that decide from which distribution a run samples
+RESUME_LAST = ("true", "auto")  # as resume_from_checkpoint: the last whole checkpoint
 
 
 def marker(checkpoint: str | Path) -> Path:
-    """Return the file that exists while a checkpoint is written: a process that dies then leaves a folder that looks
-    whole.
+    """Return the marker of a checkpoint: a file that exists while the checkpoint is written.
 
-    It lies beside the folder, so that it is neither uploaded with it nor counted as a checkpoint.
+    A process that dies while it writes leaves a folder that looks complete, but also the marker. The marker lies
+    beside the folder, so that it is not uploaded with the checkpoint.
     """
     checkpoint = Path(checkpoint)
     return checkpoint.with_name(f"_{checkpoint.name}.unfinished")
@@ -32,29 +33,31 @@ def marker(checkpoint: str | Path) -> Path:
 
 def checkpoints(output_dir: str | Path) -> tuple[list[Path], list[Path]]:
     """Return the checkpoints in a folder, by step: those that were written to their end, and the others."""
-    steps = {path: path.name.rpartition("-")[2] for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    found = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
-    unfinished = [path for path in found if marker(path).exists() or not (path / TRAINER_STATE_NAME).exists()]
-    return [path for path in found if path not in unfinished], unfinished
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    # transformers puts a number behind the prefix. So a user's copy called checkpoint-backup-500 does not count
+    steps = {path: path.name.removeprefix(prefix) for path in Path(output_dir).glob(f"{prefix}*")}
+    folders = sorted((path for path in steps if steps[path].isdigit()), key=lambda path: int(steps[path]))
+    whole = [path for path in folders if (path / TRAINER_STATE_NAME).exists() and not marker(path).exists()]
+    return whole, [path for path in folders if path not in whole]
 
 
 def checkpoint_to_resume(output_dir: str | Path, value: str | bool | None) -> str | None:
-    """Return the folder that a value of `resume_from_checkpoint` means; None to start from the beginning.
+    """Return the folder for a value of `resume_from_checkpoint`; None to start from the beginning.
 
     True, "true" and "auto" mean the last checkpoint that was written to its end, if there is one: a job can be
     submitted again with the same command. "false" is a command line's word for False.
 
     Raises:
-        ValueError: A folder that is named is no checkpoint, or was not written to its end.
+        ValueError: `value` names a folder that is no checkpoint, or was not written to its end.
     """
     word = str(value or False).lower()
     if word == "false":
         return None
     whole, _ = checkpoints(output_dir)
-    if word in LAST:
+    if word in RESUME_LAST:
         return str(whole[-1]) if whole else None
     instead = f"Use resume_from_checkpoint={str(whole[-1])!r}" if whole else "Leave it out to start from the beginning"
-    folder = Path(value)
+    folder = Path(value).absolute()  # "." has no name, and its marker lies beside it
     reason = None
     if marker(folder).exists():
         reason = "was not written to its end: the run was killed while it was saved"
@@ -66,28 +69,29 @@ def checkpoint_to_resume(output_dir: str | Path, value: str | bool | None) -> st
             instead += ", or give the folder as the model to train it further"
     if reason:
         raise ValueError(f"resume_from_checkpoint={str(value)!r}: {reason}. {instead}.")
-    return str(folder)
+    return str(value)
 
 
 def require_ranks(checkpoint: str | Path, processes: int) -> None:
-    """Raise `ValueError` if rollouts in the checkpoint are of another number of processes."""
+    """Raise `ValueError` if another number of processes saved rollouts in the checkpoint."""
     files = _rollout_files(checkpoint)
-    if files and (ranks := _read(files[0])["ranks"]) != processes:
+    ranks = _read(files[0])["ranks"] if files else processes
+    if ranks != processes:
         raise ValueError(
             f"resume_from_checkpoint={str(checkpoint)!r} falls into a generation of {ranks} processes, whose rollouts "
             f"cannot be divided among {processes}. Launch {ranks} processes, or resume from a checkpoint without "
-            "rollouts_*.pt (after which a generation was due)."
+            "rollouts_*.pt (saved when all rollouts of a generation were used)."
         )
 
 
 def forget_rollouts(folder: str | Path) -> None:
-    """Remove rollouts of a run that wrote the same checkpoint before."""
+    """Remove the rollouts that an earlier run left in a checkpoint folder of the same name."""
     for file in _rollout_files(folder):
         file.unlink()
 
 
 def sampling_of(args: Any) -> dict[str, Any]:
-    """Return the settings that decide from which distribution of the policy a run samples."""
+    """Return the values of the settings in `SAMPLING`."""
     settings = {name: getattr(args, name) for name in SAMPLING} | (args.generation_kwargs or {})
     return {name: settings[name] for name in SAMPLING}
 
@@ -95,13 +99,13 @@ def sampling_of(args: Any) -> dict[str, Any]:
 def save_rollouts(
     folder: str | Path, accelerator: Accelerator, step: int, batches: list[dict], sampling: dict
 ) -> None:
-    """Write the micro-step counter and the buffered batches of this rank, and how they were sampled."""
+    """Write the micro-step counter `step`, the buffered batches of this rank, and how they were sampled."""
     state = {"ranks": accelerator.num_processes, "step": step, "batches": batches, "sampling": sampling}
     torch.save(state, Path(folder) / f"rollouts_{accelerator.process_index}.pt")
 
 
 def load_rollouts(folder: str | Path, accelerator: Accelerator, sampling: dict) -> tuple[int, list[dict]] | None:
-    """Return what `save_rollouts` wrote, on the rank's device; None if a generation was due at the checkpoint."""
+    """Return step and batches of `save_rollouts`, on the rank's device; None if none were saved."""
     require_ranks(folder, accelerator.num_processes)
     if not _rollout_files(folder):
         return None
@@ -112,13 +116,15 @@ def load_rollouts(folder: str | Path, accelerator: Accelerator, sampling: dict) 
             f"{accelerator.process_index}. Copy the whole checkpoint, or resume from one without rollouts_*.pt."
         )
     state = _read(own)
-    if other := {name: value for name, value in state["sampling"].items() if value != sampling[name]}:
-        now = ", ".join(f"{name}={sampling[name]!r}" for name in other)
-        before = ", ".join(f"{name}={value!r}" for name, value in other.items())
+    changed = [name for name, value in state["sampling"].items() if value != sampling[name]]
+    if changed:
+        now = ", ".join(f"{name}={sampling[name]!r}" for name in changed)
+        before = ", ".join(f"{name}={state['sampling'][name]!r}" for name in changed)
         raise ValueError(
             f"resume_from_checkpoint={str(folder)!r} falls into a generation that was sampled with {before}, and this "
-            f"run has {now}: log-probs of the rollouts left would be of another distribution than the policy's. Set "
-            f"{before}, or resume from a checkpoint without rollouts_*.pt (after which a generation was due)."
+            f"run has {now}: log-probs of the remaining rollouts would be of another distribution than the policy's. "
+            f"Set {before}, or resume from a checkpoint without rollouts_*.pt (saved when all rollouts of a "
+            "generation were used)."
         )
     return state["step"], send_to_device(state["batches"], accelerator.device)
 

@@ -1,4 +1,4 @@
-"""Flags of the colocated vLLM engine and of its FP8 weights. `generation_kwargs` have vLLM's names here."""
+"""Flags of the colocated vLLM engine and of its FP8 weights, and the check of `generation_kwargs`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from trl_fp8.quantization.formats import BLOCKS, FORMATS, format_named
 from .feature import FlagGroup, flag
 
 
-# What the trainer sets itself when it starts vLLM (the first line is TRL's own list)
+# Arguments of vLLM that the trainer sets itself (the first line is TRL's own list)
 RESERVED_ENGINE_KWARGS = frozenset(
     """
     model tensor_parallel_size distributed_executor_backend seed logprobs_mode enable_sleep_mode
@@ -29,7 +29,7 @@ VLLM_NAMES = frozenset(
     trace_decode_token_ids
     """.split()
 )
-# transformers' name -> what does the same here
+# transformers' name of a setting -> the flag to set instead
 _INSTEAD = {
     "eos_token_id": "generation_kwargs={'stop_token_ids': [...]}",
     "max_length": "max_completion_length",
@@ -37,25 +37,26 @@ _INSTEAD = {
     "num_return_sequences": "num_generations",
     "stop_strings": "generation_kwargs={'stop': [...]}",
 }
-_OUTSIDE = (
-    "it keeps what was computed of prompts outside of the engine's own cache, which a sync empties, so that rollouts "
-    "would read keys and values of older weights. Remove it"
+_KEEPS_OLD_KEYS = (
+    "it keeps results for prompts outside of the engine's own cache, where no sync deletes them: rollouts would read "
+    "keys and values of older weights. Remove it"
 )
-# vLLM's argument that is refused if it is on -> why, and what to do
+# Argument of vLLM that is refused if it is set and not false -> why, and what to do
 REFUSED_ENGINE_KWARGS = {
-    "kv_transfer_config": _OUTSIDE,
-    "kv_offloading_size": _OUTSIDE,
-    "ec_transfer_config": _OUTSIDE,
-    "enable_lora": "the trainer brings adapters to the engine itself, and vLLM's own LoRA would rename the layers "
+    "kv_transfer_config": _KEEPS_OLD_KEYS,
+    "kv_offloading_size": _KEEPS_OLD_KEYS,
+    "ec_transfer_config": _KEEPS_OLD_KEYS,
+    "enable_lora": "the trainer sends adapters to the engine itself, and vLLM's own LoRA would rename the layers "
     "that it writes to. Remove it; with fp8_base=True adapters stay apart from their base",
-    "enable_expert_parallel": "ranks would hold different experts, and the audit knows parts of every expert only. "
+    "enable_expert_parallel": "ranks would hold different experts, and the audit expects a part of every expert. "
     "Remove it; vllm_tensor_parallel_size splits each expert",
 }
-# What the trainer sets itself -> why no other value goes
-_THE_TRAINERS = {
+SERVER_TRANSPORTS = ("auto", "broadcast", "cuda_ipc")
+# Sampling parameter that the trainer sets -> why users cannot set it
+_SET_BY_TRAINER = {
     "n": "num_generations decides how many completions a prompt has",
-    "seed": "every completion of a prompt would be the same; the config's seed decides what is sampled",
-    "logprobs": "the correction reads the sampled token's",
+    "seed": "all completions of a prompt would be the same; the config's own seed decides what is sampled",
+    "logprobs": "the correction reads the log-prob of the sampled token",
 }
 
 
@@ -63,7 +64,7 @@ _THE_TRAINERS = {
 class WeightFlags(FlagGroup):
     """Flags of the engine's FP8 weights and of their scales."""
 
-    FP8 = {"fp8_weights": False}
+    OFF_VALUES = {"fp8_weights": False}
 
     fp8_weights: bool = flag(
         True,
@@ -124,22 +125,39 @@ class EngineFlags(FlagGroup):
         "Whether to generate completions with vLLM. Not set: True if anything is FP8, else False, as in TRL.",
     )
 
+    vllm_server_transport: str = flag(
+        "auto",
+        "How a whole policy travels to vLLM servers. 'auto': by files, else HTTP bodies. 'broadcast': from GPU to GPU "
+        "by NCCL (gloo on CPU). 'cuda_ipc': in the memory of a GPU that both see. Patches travel as with 'auto'.",
+    )
+
     def resolve(self) -> None:
         if self.use_vllm is None:
-            self.use_vllm = True if self.any_fp8 else self.trls_default("use_vllm")
+            self.use_vllm = True if self.any_fp8 else self.trl_default("use_vllm")
+        if self.vllm_server_transport not in SERVER_TRANSPORTS:
+            raise ValueError(
+                f"vllm_server_transport={self.vllm_server_transport!r}: it is one of {', '.join(SERVER_TRANSPORTS)}."
+            )
 
     def check(self) -> None:
+        if self.vllm_server_transport != "auto" and not (self.own_engine and self.vllm_mode == "server"):
+            raise ValueError(
+                f"vllm_server_transport={self.vllm_server_transport!r} with vllm_mode={self.vllm_mode!r} and "
+                f"fp8_weights={self.fp8_weights}: it says how weights travel to a server of trl-fp8 serve. Set "
+                "vllm_mode='server' and something FP8, or remove it."
+            )
         if self.any_fp8:
             self._check_rollouts()
         if self.own_engine:
-            self._check_sizes()
+            self._check_memory_and_context()
             self._check_engine_kwargs()
             check_generation_kwargs(self.generation_kwargs or {}, self.temperature)
 
     def _check_rollouts(self) -> None:
-        flags = self.fp8_flags()
-        off = self.fp8_flags(off=True)
         if not self.use_vllm:
+            off_values = {name: value for group in self.groups() for name, value in group.OFF_VALUES.items()}
+            flags = ", ".join(f"{name}={getattr(self, name)!r}" for name in off_values)
+            off = " with ".join(f"{name}={value!r}" for name, value in off_values.items())
             raise ValueError(
                 f"use_vllm=False with {flags}: FP8 rollouts run in vLLM. Set use_vllm=True, or switch FP8 off: {off}."
             )
@@ -149,23 +167,24 @@ class EngineFlags(FlagGroup):
             raise ValueError(fsdp1_message("fsdp_config={'version': 1}", "fsdp_config={'version': 2}"))
 
     def _check_server(self) -> None:
-        """Raise `ValueError` for what belongs to the server, or needs an engine in the trainer's process."""
+        """Raise `ValueError` for flags that a server's engine has to get itself, or that no server can serve."""
         if self.vllm_engine_kwargs:
             raise ValueError(
                 f"vllm_engine_kwargs={self.vllm_engine_kwargs!r} with vllm_mode='server': the engine starts in the "
                 "server. Pass them to trl-fp8 serve as vLLM's own options, and remove them here."
             )
-        settings = [group.in_process(self) for group in self.groups()]
-        if self.vllm_enable_sleep_mode:
-            settings.append("vllm_enable_sleep_mode=True")
-        settings = [setting for setting in settings if setting is not None]
-        if settings:
+        if "," in (self.vllm_server_base_url or "") and self.policy_calls_engine:
             raise ValueError(
-                f"{', '.join(settings)} with vllm_mode='server' and FP8: it needs an engine in the trainer's process, "
-                "whose tensors, kernels or memory it uses. Set vllm_mode='colocate', or switch it off."
+                f"vllm_server_base_url={self.vllm_server_base_url!r} with fp8_forward='one_forward': it has been "
+                "tried with one server. Set vllm_server_base_url to the address of one, or fp8_forward='off'."
+            )
+        if self.vllm_enable_sleep_mode:
+            raise ValueError(
+                "vllm_enable_sleep_mode=True with vllm_mode='server' and FP8: it needs an engine in the trainer's "
+                "process, which frees memory for it. Set vllm_mode='colocate', or vllm_enable_sleep_mode=False."
             )
 
-    def _check_sizes(self) -> None:
+    def _check_memory_and_context(self) -> None:
         if not 0 < self.vllm_gpu_memory_utilization <= 1:
             raise ValueError(
                 f"vllm_gpu_memory_utilization={self.vllm_gpu_memory_utilization}: it is the share of a GPU's memory "
@@ -190,9 +209,9 @@ class EngineFlags(FlagGroup):
             )
         if self.vllm_model_impl == "transformers":
             raise ValueError(
-                "vllm_model_impl='transformers': the engine would hold its tensors otherwise than vLLM's own class of "
-                "the model, which is the one that is known. Set vllm_model_impl='vllm'; where vLLM has no class it "
-                "takes transformers' all the same."
+                "vllm_model_impl='transformers': a sync knows where tensors are in vLLM's own class of a model, and "
+                "transformers' class has them elsewhere. Set vllm_model_impl='vllm'. If vLLM has no class for the "
+                "model, it uses transformers' even then."
             )
         engine_kwargs = self.vllm_engine_kwargs or {}
         reserved = sorted(RESERVED_ENGINE_KWARGS & engine_kwargs.keys())
@@ -216,28 +235,31 @@ class EngineFlags(FlagGroup):
 
 
 def check_generation_kwargs(generation_kwargs: Mapping[str, Any], temperature: float) -> None:
-    """Raise `ValueError` for what vLLM's `SamplingParams` does not have, or the trainer sets.
-
-    The trainer divides its log-probs by the config's `temperature`.
+    """Raise `ValueError` for names that vLLM's `SamplingParams` does not have, for those that the trainer sets, and
+    for another temperature than the config's `temperature`, by which the trainer divides its logits.
     """
-    taken = [name for name in generation_kwargs if name in _THE_TRAINERS]
-    if taken:
-        reasons = "; ".join(f"{name}: {_THE_TRAINERS[name]}" for name in taken)
-        raise ValueError(f"generation_kwargs sets {taken}, which the trainer sets itself ({reasons}). Remove them.")
-    own_temperature = generation_kwargs.get("temperature", temperature)
-    if own_temperature != temperature:
+    set_by_trainer = [name for name in generation_kwargs if name in _SET_BY_TRAINER]
+    if set_by_trainer:
+        reasons = "; ".join(f"{name}: {_SET_BY_TRAINER[name]}" for name in set_by_trainer)
         raise ValueError(
-            f"generation_kwargs sets temperature={own_temperature}, and the config temperature={temperature}: "
+            f"generation_kwargs sets {set_by_trainer}, which the trainer sets itself ({reasons}). Remove them."
+        )
+    engine_temperature = generation_kwargs.get("temperature", temperature)
+    if engine_temperature != temperature:
+        raise ValueError(
+            f"generation_kwargs sets temperature={engine_temperature}, and the config temperature={temperature}: "
             "rollouts and the trainer's log-probs would be of two distributions. Set "
-            f"temperature={own_temperature} in the config instead."
+            f"temperature={engine_temperature} in the config instead."
         )
     unknown = [name for name in generation_kwargs if name not in VLLM_NAMES]
     if unknown:
-        use = [f"{_INSTEAD[name]} for {name}" for name in unknown if name in _INSTEAD]
+        replacements = [f"{_INSTEAD[name]} for {name}" for name in unknown if name in _INSTEAD]
+        remedy = "Remove them."
+        if replacements:
+            remedy = f"Use {', '.join(replacements)}; remove them from generation_kwargs."
         raise ValueError(
             f"generation_kwargs sets {unknown}, but rollouts come from vLLM, whose SamplingParams has no such names "
-            "(transformers' GenerationConfig may have; vLLM always samples). "
-            + (f"Use {', '.join(use)}; remove them from generation_kwargs." if use else "Remove them.")
+            f"(transformers' GenerationConfig may have; vLLM always samples). {remedy}"
         )
 
 

@@ -18,29 +18,39 @@ PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-
 
 
 def run_facts(trainer: Any) -> dict:
-    """Return what is known of an `FP8Rollouts` before the first step. None for what the run does without."""
-    args = trainer.args
-    recipe = trainer.recipe
-    plan = trainer.plan
-    weights = recipe if recipe and recipe.fp8_weights else None
+    """Return the facts of a run of an `FP8Rollouts`, as known before its first step.
 
-    # The flags that TRL does not have, and those whose default is another one here
-    trl_config = next(base for base in type(args).__mro__ if base.__module__.startswith("trl."))
+    A fact is None if it concerns something that the run does not use, such as the format of FP8 weights in a run
+    without FP8 weights.
+    """
+    args = trainer.args
+    recipe = trainer.recipe  # None: the run has no engine of this project
+    plan = trainer.plan
+    of_weights = {"weight_format": None, "scale_format": None}
+    if recipe and recipe.fp8_weights:
+        of_weights = {"weight_format": recipe.format.description, "scale_format": recipe.scale_format}
+    # Two numbers each: [for an engine in BF16, for this run's engine]
+    of_plan = {"plan": None, "weight_bytes": None, "kv_bytes_per_token": None}
+    if plan:
+        of_plan = {
+            "plan": plan.table(),
+            "weight_bytes": [plan.bytes_before, plan.bytes_after],
+            "kv_bytes_per_token": [plan.cache.token_bytes(fp8=False), plan.cache.token_bytes(fp8=True)],
+        }
+
+    # This package's own flags: those that TRL lacks, and those of TRL that have another default here
     with_own_default = {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")}
-    inherited = {item.name for item in fields(trl_config)} - with_own_default
+    inherited = {item.name for item in fields(args.trl_config())} - with_own_default
     own_flags = [item.name for item in fields(args) if item.name not in inherited]
     return {
         "method": trainer.trl_class()._name,
         "model": trainer.model.config.name_or_path,
-        "plan": plan and plan.table(),
+        **of_plan,
         "trained": trained_weights(trainer.model),
         "fp8_linears": len(recipe.fp8_modules) if recipe else 0,
         "fp8_experts": len(recipe.fp8_experts) if recipe else 0,
         "fp8_share": plan.fp8_share if plan else 0.0,
-        "weight_bytes": plan and [plan.bytes_before, plan.bytes_after],
-        "kv_bytes_per_token": plan and [plan.cache.token_bytes(fp8=False), plan.cache.token_bytes(fp8=True)],
-        "weight_format": weights and weights.format.description,
-        "scale_format": weights and weights.scale_format,
+        **of_weights,
         "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
         "kernels": dict(trainer.vllm_generation.numerics.kernels) if recipe else {},
@@ -69,29 +79,30 @@ def trained_weights(model: nn.Module) -> str:
 
 
 def trainer_precision(trainer: Any) -> str:
-    """Return how the trainer itself computes, as its features say it."""
+    """Return a phrase on how the trainer itself computes, from the banners of its features."""
     banners = [] if trainer.args.policy_calls_engine else ["as TRL computes"]
     banners += [feature.banner() for feature in trainer.features]
     return ", ".join(filter(None, banners))
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of those of `PACKAGES` that are installed."""
-    found = {}
+    """Return the versions of the installed packages of `PACKAGES`."""
+    installed = {}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def hardware() -> str:
-    """Return the name of the GPU, or of the CPU with what matters for speed."""
+    """Return the name of the GPU; without one the name of the CPU, its cores, vector instructions and threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpu = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]  # of each core
+        cpu = names[0] if names else cpu
     return (
         f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     )
@@ -99,6 +110,10 @@ def hardware() -> str:
 
 def _changed_flags(args: Any) -> dict:
     """Return the flags that differ from this config's resolved defaults, without access tokens."""
-    unset = object()
-    flags = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}
-    return {name: value for name, value in flags.items() if value != args.resolved_defaults.get(name, unset)}
+    changed = {}
+    defaults = args.resolved_defaults  # without the flags that the user has changed
+    for name, value in args.to_dict().items():
+        has_default = name in defaults and value == defaults[name]
+        if not has_default and not name.endswith("_token"):
+            changed[name] = value
+    return changed

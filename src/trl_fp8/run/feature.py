@@ -1,12 +1,12 @@
 """A feature: its flags, its hooks in a step, and the registration that makes both known.
 
     REGISTRATION = Registration(flags=..., features=...)     in features/NAME/__init__.py, and a line in features/
-    class NameFlags(FlagGroup)                               mixed into the config
-    class Name(Feature)                                      made for each run that its flags ask for
+    class NameFlags(FlagGroup)                               a base class of the config
+    class Name(Feature)                                      made for each run whose flags switch it on
 
 This module imports no torch, because the console script reads registrations before anything heavy is imported.
 
-`mask` is TRL's attention mask `[B, S]`, of which the last `logits_to_keep` columns are scored.
+In the hooks, `mask` is TRL's attention mask `[B, S]`, and the last `logits_to_keep` columns are scored.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ if TYPE_CHECKING:
 
 
 def flag(default: Any, text: str) -> Any:
-    """Return a dataclass field; `text` is the flag's only description: in --help and in docs/configuration.md."""
+    """Return a dataclass field. `text` is the flag's only description, from which --help and
+    docs/configuration.md are made.
+    """
     return field(default=default, metadata={"help": text})
 
 
 class FlagGroup:
-    """Base of the dataclasses that an FP8 config is made of: one for weights, one for the engine, one for a feature.
+    """Base of the dataclasses that an FP8 config is made of: one for weights, one for the engine, one per feature.
 
     The config calls each method of all its groups (config.py), as `Group.method(config)`: `self` is the whole config,
     TRL's fields included. Methods do nothing by default.
     """
 
     AS_JSON: ClassVar[tuple[str, ...]] = ()  # flags that a command line gives as JSON
-    FP8: ClassVar[dict[str, Any]] = {}  # flags that make something FP8 -> the value that does not
+    OFF_VALUES: ClassVar[dict[str, Any]] = {}  # flag that makes something FP8 -> the value that switches it off
     SAVING: ClassVar[dict[str, Any]] = {}  # flags with which a policy with adapters needs less memory
 
-    # Facts of the whole config. One group decides each, by a property of this name; others and the core read it
+    # Facts of the whole config. One group overrides each with a property; others and the core read it
     policy_calls_engine: ClassVar[bool] = False  # the policy's forward calls the engine's kernels
     base_in_engine: ClassVar[bool] = False  # the frozen base of a policy with adapters is in the engine alone
     replaces_correction: ClassVar[bool] = False  # TRL's correction is replaced even if nothing is FP8
@@ -59,7 +61,7 @@ class FlagGroup:
         """Raise `ValueError` for flags that contradict each other, after TRL's own `__post_init__`."""
 
     def wants_engine(self) -> bool:
-        """Return whether these flags need this project's engine even if nothing is FP8."""
+        """Return whether these flags need this package's engine even if nothing is FP8."""
         return False
 
     def recipe_fields(self) -> dict[str, Any]:
@@ -69,43 +71,39 @@ class FlagGroup:
     def check_model(self, outline: Outline) -> None:
         """Raise `ValueError` for a model that cannot be trained with these flags, as far as its outline shows it."""
 
-    def in_one_piece(self) -> bool:
-        """Return whether these flags rule out tensor parallelism."""
+    def rules_out_tensor_parallelism(self) -> bool:
+        """Return whether these flags need an engine with vllm_tensor_parallel_size=1."""
         return False
-
-    def in_process(self) -> str | None:
-        """Return the setting, of these flags, that needs an engine in the trainer's process; None if none does."""
-        return None
 
     def memory_changes(self, setup: Any, outline: Outline, recipe: Any) -> dict[str, float]:
         """Return the bytes that these flags add to parts of a trainer's memory (`planning.trainer_memory`)."""
         return {}
 
     def risks(self, outline: Outline, recipe: Any) -> list[Any]:
-        """Return what a plan warns of (`planning.risks.Risk`)."""
+        """Return the risks that a plan warns of (`planning.risks.Risk`)."""
         return []
 
     def check_adapters(self, model: Any) -> None:
         """Raise `ValueError` for flags that contradict TRL's `ModelConfig`, its flags of a model and its adapters."""
 
-    def against_base(self, model: Any) -> str | None:
-        """Return the flag, of these or of TRL's `ModelConfig`, that rules out adapters on an FP8 base; or None."""
+    def flag_ruling_out_fp8_base(self, model: Any) -> str | None:
+        """Return the flag that rules out adapters on an FP8 base (also of TRL's `ModelConfig`), or None."""
         return None
 
-    def trls_default(self, name: str) -> Any:
-        """Return the default of TRL's own config."""
-        trl_config = next(c for c in type(self).__mro__ if not issubclass(c, FlagGroup) and hasattr(c, name))
-        return getattr(trl_config, name)
+    def trl_default(self, name: str) -> Any:
+        """Return the default of TRL's own config, or of the class that gives TRL's config this flag."""
+        bases = [base for base in type(self).__mro__ if not issubclass(base, FlagGroup)]
+        return next(getattr(base, name) for base in bases if hasattr(base, name))
 
 
 class Feature:
     """Base of all features. Hooks do nothing by default, and are listed in the order of a step.
 
-    The trainer calls a hook of all features in the order of features/__init__.py. A feature that is a
-    `TrainerCallback`, too, becomes a callback of the trainer.
+    The trainer calls each hook for all features, in the order of features/__init__.py. A feature that is also a
+    `TrainerCallback` becomes a callback of the trainer.
     """
 
-    keeps_log: bool = False  # `trl-fp8 report` can be asked about the run
+    keeps_log: bool = False  # whether this feature writes the log that `trl-fp8 report` reads
 
     def __init__(self, trainer: Any):
         self.trainer = trainer  # the `FP8Rollouts` whose step this feature takes part in
@@ -121,13 +119,13 @@ class Feature:
         """Prepare a generation; nothing is tokenized yet."""
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
-        """Prepare a call of the engine, and the sync that it may need."""
+        """Prepare a call of the engine, before the sync that the call may need."""
 
     def after_sync(self) -> None:
-        """Check the engine, which holds the policy's weights. Nothing was sampled from them yet."""
+        """Check the engine after a sync. It holds the policy's weights, and has not sampled with them yet."""
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        """Read or measure the rollouts. All turns are through."""
+        """Read or measure the rollouts, after all turns."""
 
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
         """Enclose each pass of the policy that scores rollouts: TRL's old log-probs, and the loss."""
@@ -138,12 +136,12 @@ class Feature:
         return nullcontext()
 
     def logits(self, reference: bool) -> Logits | None:
-        """Return the function that makes the logits of policy or reference; None: their own output heads."""
+        """Return the function that computes the logits of policy or reference; None: their own output heads do."""
         return None
 
     def as_rollouts_saw(self) -> AbstractContextManager:
-        """Enclose a pass that has to compute as the latest rollouts were computed, with a rounded cache for example.
-        Unlike `scoring` it measures nothing.
+        """Enclose a pass that has to compute as the engine did for the latest rollouts, for example with an FP8 KV
+        cache. Unlike `scoring`, this hook measures nothing.
         """
         return nullcontext()
 
@@ -163,23 +161,24 @@ class Feature:
         """Read a checkpoint, on every rank."""
 
     def facts(self) -> dict[str, object]:
-        """Return entries for the head of the run's log and for the model card (run/facts.py)."""
+        """Return facts for the run's log and for the model card (run/facts.py)."""
         return {}
 
     def export_options(self) -> dict[str, object]:
-        """Return arguments of `export.export.export_fp8` for what an FP8 checkpoint holds of it. `ValueError` if that
-        is not known yet.
+        """Return the arguments of `export.export.export_fp8` that this feature adds. Raise `ValueError` if they are
+        known only after a sync, and there was none.
         """
         return {}
 
     def merge_note(self, what: str) -> str:
-        """Return the sentence on merged adapters for the card of a checkpoint that `what` writes. Warn if they are
-        not merged into what the run started from.
+        """Return a sentence for a model card on the weights that adapters were merged into.
+
+        Warn if these are not the weights that the run started from. The warning names the method `what`.
         """
         return ""
 
     def banner(self) -> str:
-        """Return what the start of a run says of the trainer's own computing; empty for nothing."""
+        """Return a phrase on how the trainer itself computes, printed at the start of a run; empty for none."""
         return ""
 
 
@@ -194,13 +193,15 @@ def as_rollouts_saw(features: Iterable[Feature]) -> Iterator[None]:
 
 @dataclass
 class Construction:
-    """Arguments that a trainer is about to be made of. A registration may change them."""
+    """Arguments from which a trainer is about to be constructed. A registration may change them."""
 
     args: Any  # the config
     trainer_kwargs: dict[str, Any]  # the other arguments of TRL's trainer, by their names
     create_model: Callable  # TRL's `create_model_from_path`, or its substitute
     dequantizes: bool = True  # an FP8 checkpoint is loaded in high precision
-    handover: dict[str, Any] = field(default_factory=dict)  # by folder: what a registration leaves to its features
+    handover: dict[str, Any] = field(
+        default_factory=dict
+    )  # folder of a feature -> object that its registration leaves for it
 
 
 @dataclass(frozen=True)
@@ -210,22 +211,34 @@ class Command:
     word: str
     text: str  # for --help
     add_arguments: Callable[[ArgumentParser], None]
-    run: Callable[[Namespace], str]  # what is printed
+    run: Callable[[Namespace], str]  # returns the text to print
+
+
+@dataclass(frozen=True)
+class ServerFlag:
+    """A flag of `trl-fp8 serve`."""
+
+    word: str
+    metavar: str
+    text: str  # for --help
+    part: Callable[[str], Any]  # value -> the `EnginePart` that the server gets; raises `ValueError`
 
 
 @dataclass(frozen=True)
 class Registration:
-    """One feature, as the core knows it. All but the flags may stay empty."""
+    """One feature, as the core knows it. Any field may stay empty."""
 
-    # Mixed into the config: declared, resolved, checked
+    # A base of the config, which declares, resolves and checks flags
     flags: type[FlagGroup] | None = None
-    # Encloses the construction of TRL's trainer, whose policy is not loaded yet, or was passed as an object
+    # Encloses the `__init__` of TRL's trainer, which loads the policy, unless it was passed as an object
     construct: Callable[[Construction], AbstractContextManager[None]] = lambda construction: nullcontext()
     # Called with a trainer that has its policy and no engine yet
     features: Callable[[Any], Iterable[Feature]] = lambda trainer: ()
     # Words of the console script
     commands: tuple[Command, ...] = ()
-    # What a report says of logged metrics, under the facts of the run (run/facts.py)
+    # Flags of `trl-fp8 serve`
+    server_flags: tuple[ServerFlag, ...] = ()
+    # (logged metrics, facts of the run (run/facts.py)) -> warnings in a report
     warnings: Callable[[Mapping[str, float], Mapping[str, Any]], dict[str, str]] = lambda metrics, facts: {}
     # A field of TRL's config without which a trainer cannot have this feature
     needs: str = ""

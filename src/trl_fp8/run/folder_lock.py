@@ -1,7 +1,7 @@
 """The lock on a run's folder: two runs at once would overwrite each other's checkpoints and mix their logs.
 
-It is a POSIX record lock: it belongs to a process and ends with it, however the process ends. No child inherits it,
-and trainers of one process, which train one after another, share it.
+It is a POSIX record lock. Such a lock belongs to a process and ends with the process, even if that is killed. Children
+do not inherit it. Trainers of one process, which train one after another, share it.
 """
 
 import fcntl
@@ -18,36 +18,45 @@ from accelerate.utils import broadcast_object_list
 
 logger = get_logger(__name__)
 
-FILE = "_run.lock"  # push_to_hub leaves out files whose names begin like this
-_locked: dict[Path, TextIO] = {}  # a process loses its lock when it closes any handle of the file
+FILE = "_run.lock"  # push_to_hub leaves out files whose names begin with "_"
+_locked: dict[Path, TextIO] = {}  # kept open: a process loses its lock when it closes any handle of the file
 
 
 def lock_folder(folder: str | Path, accelerator: Accelerator) -> None:
-    """Lock a run's folder, which is made if it does not exist, for the main process. Collective.
+    """Lock a run's folder for the main process, and create the folder if it does not exist. Collective.
 
     Raises:
         ValueError: On every rank, if another process has locked it; the message names that process.
+        OSError: On every rank, if the main process cannot write to the folder.
     """
     path = Path(folder).resolve() / FILE
-    other = None
+    owner = None  # the process that has locked it
+    error = None
     if accelerator.is_main_process and path not in _locked:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        other = _lock(path)
-    if other := broadcast_object_list([other])[0]:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            owner = _lock(path)
+        except OSError as raised:  # the other ranks wait for a broadcast
+            error = raised
+    [owner, error] = broadcast_object_list([owner, error])
+    if error is not None:
+        raise error
+    if owner:
         raise ValueError(
-            f"output_dir={str(folder)!r}: another run writes there ({other}), and both would overwrite each other's "
+            f"output_dir={str(folder)!r}: another run writes there ({owner}), and both would overwrite each other's "
             "checkpoints. Wait for its end, stop it, or set another output_dir."
         )
 
 
 def unlock_folder(folder: str | Path) -> None:
-    """Let other processes run in a folder."""
-    if file := _locked.pop(Path(folder).resolve() / FILE, None):
+    """Let other processes run in a folder. Without a lock this does nothing."""
+    file = _locked.pop(Path(folder).resolve() / FILE, None)
+    if file is not None:
         file.close()
 
 
 def _lock(path: Path) -> str | None:
-    """Lock a file; return what its owner wrote into it if it is another process's."""
+    """Lock a file. If another process has locked it, return the description that the other process wrote into it."""
     file = path.open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,6 +64,7 @@ def _lock(path: Path) -> str | None:
         file.seek(0)
         return file.read() or "it has just started"
     except OSError as error:
+        # A file system without locks: go on unlocked, but leave the description for a reader
         logger.warning(f"{path.parent} cannot be locked ({error.strerror}): start no second run in it.")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}, started {strftime('%Y-%m-%d %H:%M:%S')}")

@@ -1,4 +1,4 @@
-"""The error for a disk that is full in the middle of a run: one sentence with the way on."""
+"""The error for a disk that is full in the middle of a run. Its message says how to continue."""
 
 import errno
 import shutil
@@ -12,7 +12,8 @@ from .checkpoints import checkpoints
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LEAST = 2**20  # bytes; PyTorch's writer fills the disk, and raises an error without a number
+# A disk with fewer free bytes is full. Needed for PyTorch's writer, whose error for a full disk has no errno
+LEAST = 2**20
 
 
 class FullDisk(OSError):
@@ -21,7 +22,7 @@ class FullDisk(OSError):
 
 @contextmanager
 def explained_full_disk(output_dir: str | Path) -> Iterator[None]:
-    """Raise `FullDisk` in the place of an error inside the block if the disk of `output_dir` is full."""
+    """Raise `FullDisk` in place of an error inside the block if the disk of `output_dir` is full."""
     try:
         yield
     except FullDisk:
@@ -30,22 +31,25 @@ def explained_full_disk(output_dir: str | Path) -> Iterator[None]:
         if not _has_full_disk(error, output_dir):
             raise
         whole, unfinished = checkpoints(output_dir)
-        what = unfinished[-1].name if unfinished else "what the run writes"
-        rest = f" {what} is incomplete and can be deleted;" if unfinished else ""
-        way_on = f"goes on from {whole[-1].name}" if whole else "starts from the beginning, for there is no checkpoint"
+        written = unfinished[-1].name if unfinished else "what the run writes"
+        deletable = f" {written} is incomplete and can be deleted;" if unfinished else ""
+        start = f"goes on from {whole[-1].name}" if whole else "starts from the beginning, for there is no checkpoint"
         raise FullDisk(
-            f"no room for {what} in {output_dir}: its disk is full. Make room;{rest} then "
-            f"resume_from_checkpoint='auto' {way_on}."
+            f"no room for {written} in {output_dir}: its disk is full ({error}). Make room;{deletable} then "
+            f"resume_from_checkpoint='auto' {start}."
         ) from error
 
 
 def _has_full_disk(error: BaseException | None, folder: str | Path) -> bool:
-    """Return whether an error or one that led to it says so, or the disk has no room left."""
+    """Return whether `error` or a cause of it means a full disk, or `folder`'s disk is full now."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
-            return True
+            # A file elsewhere may be what has no room, such as a compiler's cache
+            return not error.filename or Path(error.filename).resolve().is_relative_to(Path(folder).resolve())
         if isinstance(error, SafetensorError) and any(f"(os error {number})" in str(error) for number in FULL):
             return True
         error = error.__cause__ or error.__context__
+    if not Path(folder).exists():  # transformers creates it only on the first rank of a host
+        return False
     disk = shutil.disk_usage(folder)
     return bool(disk.total) and disk.free < LEAST  # a file system without accounting reports 0

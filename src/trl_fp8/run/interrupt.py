@@ -9,23 +9,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-STATUS = 128 + signal.SIGINT  # as a shell has it for a process that SIGINT ended
-# A terminal sends SIGINT to all processes in front, and a launcher passes its own on: a second one within this time
-# is the same Ctrl-C. A later one comes from a user who does not want to wait
+STATUS = 128 + signal.SIGINT  # the status that a shell reports for a process that SIGINT ended
+# One Ctrl-C may send SIGINT twice: a terminal sends it to all processes in the foreground, and a launcher forwards its
+# own. So a second SIGINT within this time is ignored. After it the user does not want to wait any longer
 SECONDS = 1.0
-# Errors of a collective or an engine follow from Ctrl-C within this. A later one has another cause: some library
-# swallowed the KeyboardInterrupt, and the program went on
+# Seconds after Ctrl-C in which an error of a collective or an engine follows from it. A later error has another cause:
+# a library swallowed the KeyboardInterrupt, and the program went on
 FOLLOWS = 60.0
 
 
 @contextmanager
 def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
-    """Let Ctrl-C inside the block end the process with `STATUS`, after what `line` returns.
+    """Let Ctrl-C inside the block end the process with `STATUS`. Before that write the text that `line` returns.
 
-    The block is left by `KeyboardInterrupt`, so that what it has begun is cleaned up. Errors that follow from it, such
-    as those of a collective whose other rank is gone, are not shown. Enter it before torch is imported.
+    `KeyboardInterrupt` leaves the block, so that it is cleaned up. Errors that follow from Ctrl-C, for example in a
+    collective whose other rank has ended, are not shown. Enter the block before torch is imported.
     """
-    first = 0.0
+    first = 0.0  # monotonic time of the first Ctrl-C; 0: there was none
 
     def interrupt(*_: object) -> None:
         nonlocal first
@@ -35,12 +35,17 @@ def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
         if time.monotonic() - first > SECONDS:
             os._exit(STATUS)
 
-    # Registered first, it runs last: after it Python would take its modules apart, 7 s with torch and vLLM
-    atexit.register(lambda: first and os._exit(STATUS))
+    def exit_at_once() -> None:
+        if first:
+            os._exit(STATUS)
+
+    # It is registered before the handlers of libraries, so it runs after them. What it skips is Python's own
+    # finalization, which takes 7 s
+    atexit.register(exit_at_once)
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-        first = 0.0  # it ended well: a library may have swallowed the KeyboardInterrupt
+        first = 0.0  # the block ended well: a library may have swallowed the KeyboardInterrupt
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt) and time.monotonic() - first > FOLLOWS:
             first = 0.0
@@ -50,7 +55,7 @@ def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
         text = line()
         sys.stderr.write(f"\n{text}\n" if text else "")
         sys.stderr.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # for what libraries print as they end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # hide what libraries print as they end
         sys.exit(STATUS)
     finally:
         if not first:

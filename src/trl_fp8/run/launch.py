@@ -1,6 +1,6 @@
 """Checks before an engine starts: the dataset has rows, ranks know of each other, the disk has room.
 
-A run may write its first checkpoint after hours. Whether it can is checked at the start.
+A run may write its first checkpoint after hours. So its folder and its disk are checked at the start.
 """
 
 import os
@@ -28,15 +28,15 @@ from trl_fp8.recipe.names import full_shape
 from .engine_flags import fsdp1_message
 
 
-NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-# Arguments with which TRL 1.16 calls a reward, beside the columns
-OF_REWARDS = "prompts completions completion_ids trainer_state log_extra log_metric environments".split()
-TOKENIZED = 16  # prompts of a dataset, before a run
-ADAM = ("adamw_torch", "adamw_torch_fused")  # they keep two moments of each trained weight, in its dtype
+NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)  # kinds of parameters that take an argument by name
+# Arguments with which TRL 1.16 calls a reward function, beside the columns
+REWARD_ARGUMENTS = "prompts completions completion_ids trainer_state log_extra log_metric environments".split()
+TOKENIZED = 16  # prompts of a dataset that are tokenized before a run
+ADAM = ("adamw_torch", "adamw_torch_fused")  # optimizers with two moments of each trained weight, in its dtype
 
 
 def require_rows(dataset: object) -> None:
-    """Raise `ValueError` for a dataset without rows: training would end at once and say nothing."""
+    """Raise `ValueError` for a dataset without rows: training would end at once, without an error."""
     if isinstance(dataset, Sized) and not len(dataset):
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")
 
@@ -45,47 +45,50 @@ def require_columns(datasets_by_argument: dict[str, object], rewards: Iterable[o
     """Raise `ValueError` for a dataset that lacks the prompts, or a column that a reward takes.
 
     Args:
-        datasets_by_argument: Argument of the trainer -> its dataset. Others than those of `datasets` pass.
-        rewards: As the trainer gets them. Models read no columns.
-        adds_columns: A rollout function or an environment may add what rewards take.
+        datasets_by_argument: Argument of the trainer -> its dataset. Only classes of `datasets` are checked.
+        rewards: Functions, models and names of models, as the trainer gets them. Only functions read columns.
+        adds_columns: A rollout function or an environment may add the columns that rewards take.
     """
     for argument, dataset in datasets_by_argument.items():
         if not isinstance(dataset, Dataset | IterableDataset):
             continue
         columns = dataset.column_names or list(next(iter(dataset), {}))
-        there = ", ".join(map(repr, columns))
+        column_list = ", ".join(map(repr, columns))
         if "prompt" not in columns:
             raise ValueError(
-                f"{argument} has no column 'prompt', but {there}. Rename the one with the problems: "
+                f"{argument} has no column 'prompt', but {column_list}. Rename the one with the problems: "
                 f"{argument}.rename_column({columns[0]!r}, 'prompt'); with trl-fp8 train set prompt_column."
             )
-        for reward in () if adds_columns else filter(callable, rewards):
-            if isinstance(reward, nn.Module):
+        for reward in rewards:
+            if adds_columns or isinstance(reward, nn.Module) or not callable(reward):
                 continue
             parameters = signature(reward).parameters.values()
-            needed = [each.name for each in parameters if each.default is each.empty and each.kind in NAMED]
-            if lacking := [name for name in needed if name not in (*OF_REWARDS, *columns)]:
+            required = [each.name for each in parameters if each.default is each.empty and each.kind in NAMED]
+            missing = [name for name in required if name not in (*REWARD_ARGUMENTS, *columns)]
+            if missing:
                 name = getattr(reward, "__name__", type(reward).__name__)
                 raise ValueError(
-                    f"{argument} has no column {lacking[0]!r}, which the reward {name} takes, but {there}. Rename the "
-                    f"one that is meant: {argument}.rename_column({columns[-1]!r}, {lacking[0]!r}); with trl-fp8 "
-                    "train set solution_column."
+                    f"{argument} has no column {missing[0]!r}, which the reward {name} takes, but {column_list}. "
+                    f"Rename the one that is meant: {argument}.rename_column({columns[-1]!r}, {missing[0]!r}); with "
+                    "trl-fp8 train set solution_column."
                 )
 
 
 def require_short_prompts(dataset: object, argument: str, tokenize: Callable[[list], list], context: int) -> None:
-    """Raise `ValueError` for prompts that leave no room in the engine's `context`.
+    """Raise `ValueError` for prompts that leave no room in the engine's `context`, in tokens (0: unknown).
 
-    Only the few with the most characters are tokenized. A streamed dataset, and images, are left to the generation.
+    Only the prompts with the most characters are tokenized. Prompts of a streamed dataset or with images are checked
+    at each generation instead.
     """
     if not context or not isinstance(dataset, Dataset) or {"image", "images"}.intersection(dataset.column_names):
         return
-    longest = nlargest(TOKENIZED, dataset["prompt"], key=lambda prompt: len(str(prompt)))
+    prompts = dataset["prompt"][:]  # reads the column at once, which is several times as fast as row by row
+    longest = nlargest(TOKENIZED, prompts, key=lambda prompt: len(str(prompt)))
     require_room(tokenize(longest), context, f"{argument} has")
 
 
 def require_room(prompt_ids: Sequence[Sequence[int]], context: int, what: str = "a turn begins with") -> None:
-    """Raise `ValueError` if the longest of these prompts leaves no room in the engine's `context`."""
+    """Raise `ValueError` if the longest of these prompts leaves no room in the engine's `context`, in tokens."""
     tokens = max(map(len, prompt_ids), default=0)
     if context and tokens >= context:
         raise ValueError(
@@ -95,7 +98,7 @@ def require_room(prompt_ids: Sequence[Sequence[int]], context: int, what: str = 
 
 
 def require_path(model: nn.Module) -> None:
-    """Raise `ValueError` for a model that was made in memory: vLLM reads its config and tokenizer from a path."""
+    """Raise `ValueError` for a model that was made in memory: vLLM reads config and tokenizer from a path."""
     if not model.config.name_or_path:
         raise ValueError(
             f"model is a {type(model).__name__} that was loaded from nowhere (its config has no name_or_path), and "
@@ -105,12 +108,13 @@ def require_path(model: nn.Module) -> None:
 
 
 def require_no_images(dataset: object, name: str) -> None:
-    """Raise `ValueError` for a dataset with images, which the text model `name` would be sent in its prompts."""
-    if columns := {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
-        raise ValueError(
-            f"train_dataset has a column {min(columns)!r}, but model={name!r} sees no images. Remove the column, or "
-            "take a vision-language model."
-        )
+    """Raise `ValueError` for a dataset with images, because the model `name` takes text alone."""
+    for column in ("image", "images"):
+        if column in (getattr(dataset, "column_names", None) or ()):
+            raise ValueError(
+                f"train_dataset has a column {column!r}, but model={name!r} sees no images. Remove the column, or "
+                "take a vision-language model."
+            )
 
 
 def require_no_qlora(quantization: QuantizationConfigMixin | Mapping[str, Any] | None) -> None:
@@ -123,15 +127,17 @@ def require_no_qlora(quantization: QuantizationConfigMixin | Mapping[str, Any] |
             )
 
 
-def require_same_turns(tools: list, tensor_parallel_size: int, server_ranks: int = 1) -> None:
-    """Raise `ValueError` for tools, an environment's too, where ranks share an engine: with tools each rank takes as
-    many turns as its own rollouts need, and these ranks can only generate together. `server_ranks` share a server.
+def require_same_turns(tools: list, tensor_parallel_size: int, server_clients: int = 1) -> None:
+    """Raise `ValueError` for tools, also those of an environment, if ranks share an engine or a server.
+
+    With tools each rank takes as many turns as its own rollouts need, and ranks that share an engine can only generate
+    together. `server_clients`: number of ranks that share a server.
     """
-    if tools and server_ranks > 1:
+    if tools and server_clients > 1:
         raise ValueError(
-            f"vllm_mode='server' with tools, or an environment that has some, and {server_ranks} trainer ranks: they "
-            "generate together, but TRL 1.16 lets each generate as often as its own rollouts call tools. They would "
-            "wait for each other forever. Start one process, or set vllm_mode='colocate'."
+            f"vllm_mode='server' with tools, or an environment that has some, and {server_clients} trainer ranks: "
+            "they generate together, but TRL 1.16 lets each generate as often as its own rollouts call tools. They "
+            "would wait for each other forever. Start one process, or set vllm_mode='colocate'."
         )
     if tools and tensor_parallel_size > 1:
         raise ValueError(
@@ -143,9 +149,7 @@ def require_same_turns(tools: list, tensor_parallel_size: int, server_ranks: int
 
 
 def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> None:
-    """Raise `ValueError` if processes were started that do not know of each other, if they cannot be divided among
-    engines, or if FSDP1 was chosen.
-    """
+    """Raise `ValueError` if the launched processes form no group, cannot be divided among engines, or use FSDP1."""
     started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
     if started > 1 and accelerator.num_processes == 1:
         raise ValueError(
@@ -179,10 +183,10 @@ def launch_words(accelerator: Accelerator) -> str:
 
 @torch.no_grad()
 def load_on_all_ranks(reference: nn.Module, device: torch.device) -> None:
-    """Give every rank the weights of TRL's reference model that the first one loaded. A collective.
+    """Copy the weights of TRL's reference model from the first rank to all others. Collective.
 
     With FSDP's cpu_ram_efficient_loading, accelerate's default, transformers loads a model on the first rank of a node
-    alone. accelerate sends the policy's weights to the others; TRL 1.16 shards its reference without them.
+    only. accelerate copies the policy's weights to the other ranks, but TRL 1.16 shards its reference without that.
     """
     if not is_fsdp_enabled():
         return
@@ -193,33 +197,36 @@ def load_on_all_ranks(reference: nn.Module, device: torch.device) -> None:
 
 
 def checkpoint_bytes(model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of the weights in a checkpoint of `model`, which holds adapters alone if there are any, and of
-    its trained weights.
+    """Return two sizes in bytes: of the weights in a checkpoint of `model`, and of its trained weights.
+
+    A checkpoint of a model with adapters holds the adapters alone.
     """
-    trained = sum(_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)
-    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        return trained, trained
-    return sum(_bytes(parameter) for parameter in model.parameters()), trained
+    total_bytes = trained_bytes = 0
+    for parameter in model.parameters():
+        count = prod(full_shape(parameter))  # not `numel`: under ZeRO-3 the tensor itself is empty
+        total_bytes += count * parameter.element_size()
+        if parameter.requires_grad:
+            trained_bytes += count * parameter.element_size()
+    has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
+    return trained_bytes if has_adapters else total_bytes, trained_bytes
 
 
-def _bytes(parameter: nn.Parameter) -> int:
-    """Return the bytes of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
-    return prod(full_shape(parameter)) * parameter.element_size()
-
-
-def require_output(args: TrainingArguments, weights: float, trained: float) -> None:
+def require_output(args: TrainingArguments, weight_bytes: float, trained_bytes: float) -> None:
     """Raise `ValueError` if `output_dir` cannot be written, or its disk has no room for a checkpoint. Makes no folder.
 
-    `weights`, `trained`: `checkpoint_bytes`. An optimizer that is not Adam counts as nothing.
+    The two sizes are those of `checkpoint_bytes`. Only Adam's state is counted, not that of other optimizers.
     """
     disk = shutil.disk_usage(writable_parent(args.output_dir, "output_dir"))
     saves = str(args.save_strategy.value) != "no"
-    optimizer = 2 * trained if saves and not args.save_only_model and args.optim in ADAM else 0
-    if disk.total and disk.free < weights + optimizer:  # a file system without accounting reports 0
-        parts = f"weights {format_bytes(weights)}" + (f", optimizer {format_bytes(optimizer)}" if optimizer else "")
-        without = ", or leave the optimizer out with save_only_model=True (no run resumes from that)"
+    optimizer_bytes = 2 * trained_bytes if saves and not args.save_only_model and args.optim in ADAM else 0
+    needed_bytes = weight_bytes + optimizer_bytes
+    if disk.total and disk.free < needed_bytes:  # a file system without accounting reports 0
+        parts = f"weights {format_bytes(weight_bytes)}"
+        remedies = "Make room, set output_dir to a larger disk"
+        if optimizer_bytes:
+            parts += f", optimizer {format_bytes(optimizer_bytes)}"
+            remedies += ", or leave the optimizer out with save_only_model=True (no run resumes from that)"
         raise ValueError(
             f"output_dir={args.output_dir!r}: its disk has {format_bytes(disk.free)} left, and "
-            f"{'a checkpoint' if saves else 'the model'} takes {format_bytes(weights + optimizer)} ({parts}). "
-            f"Make room, set output_dir to a larger disk{without if optimizer else ''}."
+            f"{'a checkpoint' if saves else 'the model'} takes {format_bytes(needed_bytes)} ({parts}). {remedies}."
         )

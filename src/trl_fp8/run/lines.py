@@ -1,4 +1,7 @@
-"""Lines for the user, above a progress bar if there is one. It must not import torch: commands print before."""
+"""Lines for the user, above a progress bar if there is one.
+
+This module must not import torch, because commands print before that slow import is done.
+"""
 
 import logging
 import sys
@@ -26,7 +29,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def slow_step(text: str, shown: bool = True) -> Iterator[None]:
-    """Print `text` if the block takes longer than `PATIENCE`. `shown`: False on ranks that print nothing."""
+    """Print `text` if the block takes longer than `PATIENCE`. Print nothing if not `shown`."""
     done = Event()
 
     def wait() -> None:
@@ -48,7 +51,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = ".") -> str:
 
 
 class Warnings(logging.Handler):
-    """Warnings of this package as lines above a bar, if the user has not configured where they go."""
+    """A log handler that prints warnings of this package above a progress bar, if no other handler is configured."""
 
     def __init__(self):
         super().__init__(logging.WARNING)

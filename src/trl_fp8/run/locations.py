@@ -1,6 +1,6 @@
-"""Location of a model or a dataset: in a folder, in the cache, or on the Hub, which is asked once.
+"""Checks that a model or a dataset exists: in a folder, in the cache, or on the Hub, with one request.
 
-transformers and datasets try an unreachable Hub for a minute, and never suggest a folder.
+transformers and datasets try an unreachable Hub for a minute, and never suggest a folder with a similar name.
 """
 
 import json
@@ -27,9 +27,9 @@ def require_model(model: str, flag: str, revision: str | None = None) -> None:
         OSError: The Hub is out of reach, and no such model is in its cache.
     """
     folder = Path(model)
-    named = f"{flag}={model!r}"
+    setting = f"{flag}={model!r}"
     if folder.is_file():
-        raise ValueError(f"{named} is a file. Give its folder, or the id of a model on the Hub.")
+        raise ValueError(f"{setting} is a file. Give its folder, or the id of a model on the Hub.")
     if not folder.is_dir():
         return _require_repository(model, flag, "model", revision)
     if (folder / "config.json").is_file():
@@ -37,57 +37,65 @@ def require_model(model: str, flag: str, revision: str | None = None) -> None:
     if (folder / ADAPTERS).is_file():
         base = json.loads((folder / ADAPTERS).read_text()).get("base_model_name_or_path")
         raise ValueError(
-            f"{named} holds adapters of {base!r}, and no model. Give that model; or merge them into it first: "
+            f"{setting} holds adapters of {base!r}, and no model. Give that model; or merge them into it first: "
             "trainer.merge_and_export(folder) in the run, or PEFT's AutoPeftModelForCausalLM.from_pretrained("
             f"{model!r}).merge_and_unload(), saved with its tokenizer."
         )
-    inside = "has no config.json" if any(folder.iterdir()) else "is empty"
-    raise ValueError(f"{named} {inside}. Give the folder of a checkpoint, or the id of a model on the Hub.")
+    fault = "has no config.json" if any(folder.iterdir()) else "is empty"
+    raise ValueError(f"{setting} {fault}. Give the folder of a checkpoint, or the id of a model on the Hub.")
 
 
 def require_dataset(dataset: str, flag: str) -> None:
-    """Raise as `require_model` if `dataset` is no folder, no builder of `datasets`, and not on the Hub."""
-    if Path(dataset).is_file():
+    """Raise the errors of `require_model` if `dataset` is not a folder, a builder of `datasets`, or on the Hub."""
+    path = Path(dataset)
+    if path.is_file():
+        folder = str(path.absolute().parent)  # datasets loads no "."
         raise ValueError(
-            f"{flag}={dataset!r} is a file. Give its folder, or in the YAML file "
-            f"datasets: [{{path: json, data_files: {dataset}}}]."
+            f"{flag}={dataset!r} is a file. Give its folder; or, in the YAML file and in place of {flag}, "
+            f"datasets: [{{path: {folder!r}, data_files: {path.name!r}}}]."
         )
     is_builder = dataset.isidentifier() and find_spec(f"datasets.packaged_modules.{dataset}")
     cache = Path(datasets.config.HF_DATASETS_CACHE, dataset.replace("/", "___"))
-    if not (Path(dataset).is_dir() or is_builder or cache.is_dir()):
+    if not (path.is_dir() or is_builder or cache.is_dir()):
         _require_repository(dataset, flag, "dataset")
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Return the config.json of the MODEL of a command. Raises as `require_model`, and `ValueError` for other JSON."""
+    """Return the config.json of a command's MODEL. Raise the errors of `require_model`, and `ValueError` for a file
+    that is not the JSON of a model.
+    """
     require_model(model, "MODEL")
     try:
         return PreTrainedConfig.get_config_dict(model)[0]
-    except (TypeError, RecursionError) as error:  # transformers takes any JSON for a dictionary
+    except (TypeError, RecursionError) as error:  # transformers assumes that any JSON is a dictionary
         raise ValueError(
             f"MODEL={model!r}: its config.json is no JSON of a model ({error}). Download it again."
         ) from error
     except (OSError, ValueError) as error:
-        kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"MODEL={model!r}: {error}") from error
+        error_type = OSError if isinstance(error, OSError) else ValueError
+        raise error_type(f"MODEL={model!r}: {error}") from error
 
 
 def _require_repository(name: str, flag: str, kind: str, revision: str | None = None) -> None:
-    """Raise if the Hub has no `kind` of this name, which is no folder here. One request, unless it is in the cache."""
+    """Raise the errors of `require_model` unless the cache or the Hub has a repository `name`.
+
+    `kind` is "model" or "dataset".
+    """
     folder = Path(name)
-    beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-    close = get_close_matches(folder.name, beside, n=1)
-    meant = f": did you mean {folder.parent / close[0]}?" if close else "."
-    missing = f"{flag}={name!r}: there is no such folder, seen from {Path.cwd()}"
+    siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    similar = get_close_matches(folder.name, siblings, n=1)
+    suggestion = f": did you mean {folder.parent / similar[0]}?" if similar else "."
+    no_folder = f"{flag}={name!r}: there is no such folder, seen from {Path.cwd()}"
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise ValueError(missing + meant)
+        raise ValueError(no_folder + suggestion)
     try:
         if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return
-        found = HfApi().repo_exists(name, repo_type=kind)
-    except HFValidationError as error:  # no id at all
-        raise ValueError(missing + meant) from error
+        exists = HfApi().repo_exists(name, repo_type=kind)
+    except HFValidationError as error:  # the name cannot be that of a repository
+        raise ValueError(no_folder + suggestion) from error
     except (httpx.HTTPError, OSError) as error:
-        raise OSError(f"{missing}, and the Hub cannot be asked for a {kind} of this name ({error}){meant}") from None
-    if not found:
-        raise ValueError(f"{missing}, and no {kind} of this name on the Hub that your token may read{meant}")
+        reason = f"the Hub cannot be asked for a {kind} of this name ({error})"
+        raise OSError(f"{no_folder}, and {reason}{suggestion}") from None
+    if not exists:
+        raise ValueError(f"{no_folder}, and no {kind} of this name on the Hub that your token may read{suggestion}")

@@ -1,9 +1,9 @@
-"""`FP8ProgressCallback`: training in one line, in place of a dictionary of 70 metrics at each log.
+"""`FP8ProgressCallback`: one line on training, in place of a dictionary of 70 metrics at each log.
 
     step 12/40 |███████▌                | 00:13<00:28, reward 0.52  length 18  mismatch 0.0189
 
-On a terminal it is a bar. In the log of a job it is a line for the first step, the last, each tenth of the run, and
-once a minute; all of them where the run logs.
+On a terminal the line is a bar. In the log of a job there is a line for the first step, for the last one, for each
+tenth of the run, and once a minute. A line shows logged metrics, so it waits for the next log (`logging_steps`).
 """
 
 import time
@@ -21,11 +21,13 @@ SHOWN = {  # label -> the metric, and how it is written
     "length": ("completions/mean_length", ".0f"),
     "mismatch": ("sampling/sampling_logp_difference/mean", ".4f"),
 }
-LINES, SECONDS = 10, 60.0  # without a terminal: lines per run at least, seconds between two of them at most
+LINES = 10  # without a terminal: lines in a run, at least, if there are as many logs
+SECONDS = 60.0  # without a terminal: time between two lines, at most
 
 
 class FP8ProgressCallback(ProgressCallback):
-    """Progress with the latest reward, completion length in tokens and mismatch, and a line for each evaluation.
+    """Progress with the latest reward, completion length in tokens and mismatch, and a line for each evaluation
+    in a training.
 
     `FP8GRPOTrainer` has it in place of transformers' `ProgressCallback`, unless `disable_tqdm` is set or one of
     `callbacks` is a progress bar. `report_to`, the run's log and `trainer.state.log_history` get all metrics.
@@ -34,12 +36,13 @@ class FP8ProgressCallback(ProgressCallback):
     def __init__(self):
         super().__init__()
         self._warnings = Warnings()
-        self._first_step = ExitStack()
+        self._first_step = ExitStack()  # has the `slow_step` of the first step, and is empty afterwards
+        # Without a terminal: the next line is printed from this step on, or from this monotonic time on
         self._due_step = 0
         self._due_time = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self.current_step = state.global_step  # of the checkpoint that the run is resumed from
+        self.current_step = state.global_step  # not 0 in a resumed run
         if not state.is_world_process_zero:
             return
         self._due_step = self.current_step
@@ -53,15 +56,15 @@ class FP8ProgressCallback(ProgressCallback):
             disable=not on_terminal(),
         )
         self._warnings.begin()
-        text = "The first step takes longer: what it runs is compiled once, and kept."
+        text = "The first step takes longer: its kernels are compiled, once for all steps."
         self._first_step.enter_context(slow_step(text))
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        self._first_step.close()
+        self._first_step.close()  # does nothing after the first step
         super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
-        if self.training_bar is None:  # of another rank, or an evaluation before training
+        if self.training_bar is None:  # this rank is not the first, or an evaluation runs outside of a training
             return
         step = state.global_step
         last = state.max_steps
@@ -72,7 +75,7 @@ class FP8ProgressCallback(ProgressCallback):
         if not text:
             return
         self.training_bar.set_postfix_str(text)
-        is_due = step >= min(self._due_step, last) or time.monotonic() >= self._due_time
+        is_due = step >= self._due_step or step >= last or time.monotonic() >= self._due_time
         if self.training_bar.disable and is_due:
             self._due_step = step + max(1, last // LINES)
             self._due_time = time.monotonic() + SECONDS
@@ -89,8 +92,9 @@ class FP8ProgressCallback(ProgressCallback):
 
 
 def latest(logs: Mapping[str, float] | None, prefix: str = "") -> str:
-    """Return the line for those of `SHOWN` that the logs hold under `prefix`; empty without a reward."""
-    found = {label: (logs or {}).get(prefix + key) for label, (key, _) in SHOWN.items()}
-    if found["reward"] is None:
+    """Return a line with the metrics of `SHOWN` in `logs`, whose names begin with `prefix`; empty without a reward."""
+    logs = logs or {}
+    if logs.get(prefix + "reward") is None:
         return ""
-    return "  ".join(f"{label} {value:{SHOWN[label][1]}}" for label, value in found.items() if value is not None)
+    shown = [(label, logs.get(prefix + name), number_format) for label, (name, number_format) in SHOWN.items()]
+    return "  ".join(f"{label} {value:{number_format}}" for label, value, number_format in shown if value is not None)

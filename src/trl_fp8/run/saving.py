@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import transformers.trainer
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from huggingface_hub import CommitInfo
-from safetensors import SafetensorError
 from torch import nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from trl_fp8.export.export import export_fp8, export_merged
 from trl_fp8.export.file_checksums import CHECKSUMS
@@ -22,14 +22,15 @@ from trl_fp8.policy.model import transformers_model
 from trl_fp8.policy.stored_weights import (
     load_weights,
     require_adapter,
-    require_no,
+    require_none_missing,
     unsaved_beside_adapters,
     weight_files,
 )
 from trl_fp8.sync.policy_checks import require_finite
+from trl_fp8.upstream.patches import substituted
 
 from .checkpoints import (
-    LAST,
+    RESUME_LAST,
     checkpoint_to_resume,
     checkpoints,
     forget_rollouts,
@@ -47,16 +48,18 @@ logger = get_logger(__name__)
 
 
 class Saving:
-    """Methods of `FP8Rollouts`; to be inherited before TRL's trainer."""
+    """Methods of `FP8Rollouts` that read and write files. Inherit it before TRL's trainer."""
+
+    last_checkpoint: str | None = None  # the latest complete one, which this run wrote or was resumed from
 
     def save_fp8_model(self, folder: str | Path) -> None:
-        """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one.
+        """Write an FP8 checkpoint: the weights that a sync would send now, and the KV scales of the last sync.
 
-        With `fp8_base` the engine computes Q(W) x + B A x, which no checkpoint can hold: this one holds Q(W + s B A),
-        and W is that of `merge_and_export`.
+        With `fp8_base` the engine computes Q(W) x + s B A x, which no checkpoint can express. This one holds
+        Q(W + s B A), with W as in `merge_and_export`.
 
-        All ranks call this, and the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered one at a time;
-        adapters are merged while it lasts. See `trl_fp8.export.export.export_fp8`.
+        All ranks call this, and the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered one at a time.
+        Adapters are merged during the call. See `trl_fp8.export.export.export_fp8`.
 
         Raises:
             ValueError: Nothing is FP8, no sync has calibrated KV scales yet, or a weight is not finite, on any rank.
@@ -64,15 +67,17 @@ class Saving:
         """
         if self.recipe is None or self.recipe.quantization_config is None:
             raise ValueError("save_fp8_model: nothing is FP8 in this run. Use save_model, or set fp8_weights=True.")
-        options = {name: value for feature in self.features for name, value in feature.export_options().items()}
+        options = {}
+        for feature in self.features:
+            options |= feature.export_options()
         self._export("save_fp8_model", partial(export_fp8, folder=folder, recipe=self.recipe, **options))
 
     def merge_and_export(self, folder: str | Path) -> None:
         """Write the policy as a BF16 checkpoint, adapters merged: W + s B A in FP32, rounded once.
 
-        With `fp8_base` W is read again from where the model was loaded, and has to be what the engine's codes were
-        made of. If the model was FP8 there, or cannot be read again, W is what the engine holds, dequantized: a
-        warning and the model card say so. All ranks call this.
+        With `fp8_base` W is read again from where the model was loaded, and Q(W) is compared with the engine's codes.
+        If the model is stored in FP8, or cannot be read again, W is the engine's codes, dequantized, and a warning
+        and the model card say so. All ranks call this.
 
         Raises:
             ValueError: Nothing is FP8 in this run, or a weight is not finite, on any rank.
@@ -84,25 +89,29 @@ class Saving:
             )
         self._export("merge_and_export", partial(export_merged, folder=folder))
 
-    def _export(self, what: str, export: Callable) -> None:
-        """Let the main process call `export` with model, tokenizer, parameters, model card and note on merging."""
+    def _export(self, method: str, export: Callable) -> None:
+        """Call `export` on the main process with the parts of a checkpoint. `method` is the caller, for messages."""
         replicas = self.vllm_generation.replicas
         require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
-        failed = f"{what}: the main process could not write the export"
+        failed = f"{method}: the main process could not write the export"
         with self.vllm_generation.policy_tensors() as parameters, failing_together(failed):
             try:
                 if self.accelerator.is_main_process:
                     name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
                     self.create_model_card(model_name=name)
                     card = Path(self.args.output_dir, "README.md").read_text()
-                    words = {"card": card, "merge": "".join(one.merge_note(what) for one in self.features)}
-                    export(transformers_model(self.model), self.processing_class, parameters=parameters, **words)
+                    merge_notes = "".join(feature.merge_note(method) for feature in self.features)
+                    model = transformers_model(self.model)
+                    export(model, self.processing_class, parameters=parameters, card=card, merge=merge_notes)
             finally:
-                for _ in parameters if replicas else ():  # every rank takes part in all gathers
-                    pass
+                # Each step of the iterator gathers a parameter, which needs every rank. So ranks that do not write
+                # iterate, too, and so does a main process whose export failed
+                if replicas:
+                    for _ in parameters:
+                        pass
 
     def init_hf_repo(self, *args, **kwargs) -> None:
-        """Name the flag if the Hub is out of reach. transformers makes the repository while a trainer is made."""
+        """Create the repository, as transformers does at the start. If the Hub is out of reach, name the flag."""
         try:
             super().init_hf_repo(*args, **kwargs)
         except (OSError, httpx.HTTPError) as error:
@@ -119,17 +128,17 @@ class Saving:
     ) -> CommitInfo | None:
         """Write the FP8 checkpoint of the current policy and push it to a repository of its own; see `push_export`.
 
-        All ranks call this. It can be repeated after an interruption: what had arrived is not sent again.
+        All ranks call this. It can be repeated after an interruption: files that had arrived are not sent again.
 
         Args:
-            repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it
-                does not exist, private with `hub_private_repo`.
-            folder: Where the export is written, in place of an earlier one, and stays. None: `output_dir/_fp8`, which
-                `push_to_hub` leaves alone.
-            commit_message: Of the one commit.
+            repo_id: Repository as `user/name`. None: `hub_model_id`, or the name of `output_dir`, followed by "-FP8".
+                Created if it does not exist, private with `hub_private_repo`.
+            folder: Folder of the export, which replaces an earlier one. None: `output_dir/_fp8`, which `push_to_hub`
+                does not upload.
+            commit_message: Message of the commit.
 
         Returns:
-            The commit, as `push_to_hub`, on the main process; None on others.
+            The commit on the main process, None on others.
 
         Raises:
             ValueError: As `save_fp8_model`.
@@ -137,9 +146,25 @@ class Saving:
         """
         folder = Path(folder or Path(self.args.output_dir, "_fp8"))
         repo_id = repo_id or f"{self.args.hub_model_id or Path(self.args.output_dir).name}-FP8"
-        if self.accelerator.is_main_process and (folder / CHECKSUMS).exists():
-            shutil.rmtree(folder)
-        self.save_fp8_model(folder)
+        # An earlier export, which has checksums, stays until the new one, written beside it, is whole. Its folder is
+        # renamed then, because one that is deleted in part would have no checksums, and would not be replaced again
+        new = folder.with_name(f"{folder.name}.new")
+        earlier = folder.with_name(f".{folder.name}.trl_fp8_earlier")
+        with failing_together("push_fp8_to_hub: the main process could not remove what an interrupted push has left"):
+            if self.accelerator.is_main_process:
+                if earlier.exists() and not folder.exists():  # interrupted between the two renames below
+                    earlier.rename(folder)
+                if earlier.exists():
+                    shutil.rmtree(earlier)
+                if (new / CHECKSUMS).exists():
+                    shutil.rmtree(new)
+        replaces = (folder / CHECKSUMS).exists()
+        self.save_fp8_model(new if replaces else folder)
+        with failing_together("push_fp8_to_hub: the main process could not replace the earlier export"):
+            if self.accelerator.is_main_process and replaces:
+                folder.rename(earlier)
+                new.rename(folder)
+                shutil.rmtree(earlier)
         options = {"private": self.args.hub_private_repo, "token": self.args.hub_token, "message": commit_message}
         commit = None
         with failing_together("push_fp8_to_hub: the main process could not push the export"):
@@ -154,27 +179,32 @@ class Saving:
             return
         card = Path(self.args.output_dir, "README.md")
         section = fp8_section(run_facts(self), self.state.log_history, self.vllm_generation.audit_failures)
-        started_from = Path(self.model.config.name_or_path).name or "a model that was made in memory"
-        text = card.read_text().replace("[None](https://huggingface.co/None)", started_from)  # TRL's, for a folder
+        # For a model from a folder TRL writes a link to None
+        base_name = Path(self.model.config.name_or_path).name or "a model that was made in memory"
+        text = card.read_text().replace("[None](https://huggingface.co/None)", base_name)
         card.write_text(f"{text.rstrip()}\n\n{section}")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """Train as TRL's trainer. True, "true" and "auto" mean the last whole checkpoint, if there is one."""
         folder = self.args.output_dir
         checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint)
-        if str(resume_from_checkpoint).lower() in LAST:
-            if skipped := [path.name for path in checkpoints(folder)[1]]:
-                logger.warning(f"{', '.join(skipped)} in {folder} were not written to their end and are passed over.")
+        if str(resume_from_checkpoint).lower() in RESUME_LAST:
+            _, unfinished = checkpoints(folder)
+            if unfinished:
+                names = ", ".join(path.name for path in unfinished)
+                logger.warning(f"{names} in {folder} were not written to their end and are passed over.")
             if checkpoint is None:
                 self.accelerator.print(f"no checkpoint in {folder} yet: starting from the beginning")
         if checkpoint:
             self.accelerator.print(f"resuming from {Path(checkpoint).name}")
-        whole = self.is_deepspeed_enabled or (
+        # DeepSpeed, and FSDP2 with a full state dict, write all parameters; other checkpoints have adapters alone
+        writes_all = self.is_deepspeed_enabled or (
             self.is_fsdp_enabled and "FULL" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
         )
-        if (checkpoint or self.args.load_best_model_at_end) and is_peft_model(self.model) and not whole:
+        if (checkpoint or self.args.load_best_model_at_end) and is_peft_model(self.model) and not writes_all:
             advice = "PEFT writes adapters alone: name the modules in modules_to_save of peft_config."
-            require_no(unsaved_beside_adapters(self.model), f"a checkpoint in {folder} lacks", advice)
+            require_none_missing(unsaved_beside_adapters(self.model), f"a checkpoint in {folder} lacks", advice)
+        self.last_checkpoint = checkpoint
         if self.args.own_engine:
             lock_folder(folder, self.accelerator)
         try:
@@ -184,7 +214,7 @@ class Saving:
             unlock_folder(folder)
 
     def save_model(self, *args, **kwargs) -> None:
-        """Save as TRL's trainer; a full disk is one sentence."""
+        """Save as TRL's trainer. The error for a full disk says how to continue."""
         with explained_full_disk(self.args.output_dir):
             super().save_model(*args, **kwargs)
 
@@ -198,12 +228,20 @@ class Saving:
         self.accelerator.wait_for_everyone()
         for feature in self.features:
             feature.save(folder)
+        # Within a generation some of its rollouts are still unused, and a resumed run trains on them
         if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
             save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, sampling_of(self.args))
-        super()._save_checkpoint(model, trial)  # may delete older ones at its end
+        # transformers deletes older checkpoints (save_total_limit) in this call, while the new one has its marker. A
+        # run that is killed before the marker goes would have no complete checkpoint, so the deletion is put off
+        rotations = []
+        with substituted(transformers.trainer, "rotate_checkpoints", lambda **options: rotations.append(options)):
+            super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             unfinished.unlink()
+        self.last_checkpoint = str(folder)
+        for options in rotations:
+            rotate_checkpoints(**options)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_weights(resume_from_checkpoint):
@@ -214,9 +252,9 @@ class Saving:
             super()._load_best_model()
 
     def _load_weights(self, folder: str) -> bool:
-        """Load all weights of a checkpoint; return False if transformers' Trainer is to load them.
+        """Load all weights of a checkpoint. Return False without loading if transformers' Trainer can load them.
 
-        It loads adapters, and what FSDP2 and DeepSpeed write, which has the model's own names.
+        Trainer can load adapters, and what FSDP2 and DeepSpeed wrote under the names of the model's parameters.
         """
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return False
@@ -228,23 +266,26 @@ class Saving:
         return False
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what features and rollouts need, too. transformers calls this in each training, before the batches."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or not self.args.own_engine:
             return
         for feature in self.features:
             feature.load(checkpoint)
-        if rollouts := load_rollouts(checkpoint, self.accelerator, sampling_of(self.args)):
+        rollouts = load_rollouts(checkpoint, self.accelerator, sampling_of(self.args))
+        if rollouts is not None:
             self._step, self._buffered_inputs = rollouts
 
 
 @contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """Raise `RuntimeError` on every rank if the block fails on the main process, with `what` and the reason."""
+    """Raise `RuntimeError` on every rank if the block fails on the main process: `what`, and the error's message."""
     failure = None
     try:
         yield
-    except (ValueError, OSError, SafetensorError) as error:
+    except Exception as error:  # of any kind, because the other ranks wait in the broadcast below
         failure = error
-    reason = broadcast_object_list([failure and str(failure)])[0]
+    # `reason` is the main process's, on all ranks; `failure` is this rank's. Some errors have no text
+    [reason] = broadcast_object_list([(str(failure) or type(failure).__name__) if failure else None])
     if reason or failure:
         raise RuntimeError(f"{what}: {reason or failure}") from failure

@@ -44,65 +44,68 @@ class TaskArguments(GRPOScriptArguments):
     )
 
 
-RESUME = (  # in the place of transformers' text
-    "Checkpoint that the run goes on from: its folder, or 'auto' for the last one in output_dir that was written to "
-    "its end. With 'auto' a run without one begins at the start."
+RESUME = (  # help text in place of transformers' own
+    "Checkpoint to resume from: its folder, or 'auto' for the last one in output_dir that was written to its end. "
+    "With 'auto' a run without a checkpoint starts from the beginning."
 )
 
 
 class Arguments(NamedTuple):
-    """Values that a run config and the words after it set, before the dataclasses check it."""
+    """Values of flags from a run config and a command line, before the dataclasses check them."""
 
-    values: Namespace  # by name, of the types of the flags
-    run_config: dict[str, Any] | None  # its lines; None without a run config
-    spelled: dict[str, str]  # name -> the word that sets it
-    other_words: list[str]  # those of `accelerate launch`
+    values: Namespace  # attribute named like the flag -> its value, in the flag's type
+    run_config: dict[str, Any] | None  # entries of the file; None without a run config
+    spelled: dict[str, str]  # name of each flag on the command line -> the flag as it is spelled there
+    other_words: list[str]  # words of the command line that belong to `accelerate launch`
 
     def sets(self, name: str) -> bool:
-        """Return whether the run config or a word sets it. Otherwise `values` has TRL's default."""
+        """Return whether the run config or the command line sets a flag. Otherwise `values` has TRL's default."""
         return name in self.spelled or (self.run_config or {}).get(name) is not None
 
     def configs(
         self, processes: int | None = None
     ) -> tuple[TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig]:
-        """Return the dataclasses. `ValueError` for a value that is unknown, or does not go with another.
+        """Return the dataclasses. Raise `ValueError` for a value that is unknown, or contradicts another.
 
-        With `processes` they are checked for that many, which do not run yet, and no device is touched.
+        With `processes` the values are checked for a launch of this many processes. The processes need not run yet,
+        and no device is initialized.
         """
-        config = FP8GRPOConfig
+        config_class = FP8GRPOConfig
         if processes is not None:
-            config = type("FP8GRPOConfig", (config,), {"world_size": processes, "device": torch.device("cpu")})
-        values = vars(self.values)
+            attributes = {"world_size": processes, "device": torch.device("cpu")}
+            config_class = type("FP8GRPOConfig", (FP8GRPOConfig,), attributes)
+
+        def make(dataclass: type) -> Any:
+            names = [field.name for field in fields(dataclass) if field.init]
+            return dataclass(**{name: getattr(self.values, name) for name in names})
+
         try:
-            script, args, model, mixture = (
-                kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
-                for kind in (TaskArguments, config, ModelConfig, DatasetMixtureConfig)
-            )
+            script, args, model, mixture = map(make, (TaskArguments, config_class, ModelConfig, DatasetMixtureConfig))
         except JSONDecodeError as error:
             raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
-        except TypeError as error:  # of a value in YAML
+        except TypeError as error:  # raised for a value in YAML
             raise ValueError(f"the run config has a value of a wrong type: {error}") from error
         for group in args.groups():
             group.check_adapters(args, model)
         if args.base_in_engine and not self.sets("dtype"):
-            model = replace(model, dtype=None)  # weights beside an FP8 base are BF16; TRL's default is FP32
+            model = replace(model, dtype=None)  # not TRL's default, FP32: weights beside an FP8 base are BF16
         return script, args, model, mixture
 
 
 class Parser(TrlParser):
-    """TRL's parser, which raises `ValueError` for a mistake, and suggests the name that a misspelt one is close to."""
+    """TRL's parser. It raises `ValueError` for a mistake, and suggests a name for one that is misspelt."""
 
     def __init__(self):
-        types = TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig
-        super().__init__(types, prog="trl-fp8 train", allow_abbrev=False)
-        # --help has no type, nor has --no_... of what is on by default
+        dataclasses = TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig
+        super().__init__(dataclasses, prog="trl-fp8 train", allow_abbrev=False)
+        # Actions without a type are --help, and the --no_... of flags that are on by default
         self.by_name = {each.dest: each for each in self._option_string_actions.values() if each.type is not None}
         self.by_name["resume_from_checkpoint"].help = RESUME
         if not torch.cuda.is_available():
             self.set_defaults(use_cpu=True, bf16=False)  # many CPUs emulate BF16
 
     def read(self, words: list[str]) -> Arguments:
-        """Return what words and the run config among them set; the words win.
+        """Return the values of flags in `words`, and in the run config that they name. Flags win over the file.
 
         Raises:
             ValueError: The run config cannot be read, a name is unknown, or a value is not of its flag's type.
@@ -111,7 +114,7 @@ class Parser(TrlParser):
         spelled = {}
         for word in words:
             flag_word = word.partition("=")[0]
-            if flag_word.startswith("--") and " " not in flag_word:  # a value may have spaces
+            if flag_word.startswith("--") and " " not in flag_word:  # with a space it is a value that begins with --
                 action = self._option_string_actions.get(flag_word)
                 spelled[action.dest if action else name_of(flag_word)] = flag_word
         launcher = _names(launch_command_parser()) | {"accelerate_config"}
@@ -121,72 +124,103 @@ class Parser(TrlParser):
         unknown += [f"flag --{name}{did_you_mean(name, flags)}" for name in spelled if name not in flags]
         if unknown:
             raise ValueError(f"Unknown {' Unknown '.join(unknown)} All names: trl-fp8 train --help-all")
-        lines = dict(run_config or {})
-        environment = lines.pop("env", {})
+        environment = (run_config or {}).get("env", {})
         if not isinstance(environment, dict):
             raise ValueError(f"env={environment!r} in {path}: it has to be a dictionary of environment variables.")
         os.environ.update({str(name): str(value) for name, value in environment.items()})
-        actions = {name: self.by_name[name] for name in lines if name in self.by_name}
-        self.set_defaults_with_config(**{name: _as_default(lines[name], actions[name]) for name in actions})
+        defaults = {}
+        for name, value in (run_config or {}).items():
+            if name in self.by_name:
+                defaults[name] = _as_default(value, self.by_name[name])
+        self.set_defaults_with_config(**defaults)
         values, other_words = self.parse_known_args(words)
         return Arguments(values, run_config, spelled, other_words)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(re.sub(r"argument (--[\w-]+)\S*:", r"\1:", message))  # --a_flag, not --a_flag/--a-flag
+        # argparse names both spellings, as --a_flag/--a-flag. Show the first one
+        raise ValueError(re.sub(r"argument (--[\w-]+)\S*:", r"\1:", message))
 
 
 class LaunchParser(CustomArgumentParser):
-    """The parser of `accelerate launch`, which raises `ValueError` for a mistake, too."""
+    """The parser of `accelerate launch`. It raises `ValueError` for a mistake."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"accelerate launch: {message}")
 
 
 def parse_launch(words: list[str]) -> Namespace:
-    """Return what `accelerate launch` makes of its words. `ValueError` for those that it refuses."""
+    """Parse the words of `accelerate launch`. Raise `ValueError` for those that it refuses."""
     parser = LaunchParser(prog="accelerate")
     launch_command_parser(parser.add_subparsers())
     return parser.parse_args(["launch", *words])
 
 
+def words_for_accelerate(entries: dict[str, Any]) -> list[str]:
+    """Return entries of a run config as words of `accelerate launch`. An entry that is null is left out.
+
+    Raises `ValueError` for a switch, which takes no value on the command line, that is neither true nor false.
+    """
+    actions = {}
+    for word, action in launch_command_parser()._option_string_actions.items():
+        actions[name_of(word)] = action
+    words = []
+    for name, value in entries.items():
+        action = actions.get(name)
+        if value is None:
+            continue
+        if action is not None and action.nargs == 0:
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} in the run config: it is a switch. Use true, or remove it.")
+            if value:
+                words.append(f"--{name}")
+            continue
+        if value is False and action is not None and action.type is bool:
+            value = ""  # accelerate converts by `bool`, for which "false" is true
+        words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return words
+
+
 def read_run_config(words: list[str]) -> tuple[str, dict[str, Any] | None, list[str]]:
-    """Return path and lines of the run config that words name, and the words without it; "" and None without one."""
-    finder = ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", action="append", nargs="?", const="", default=[])
-    found, words = finder.parse_known_args(words)
-    if not found.config:
+    """Return the path behind --config, the entries of its file, and the other words; "" and None without --config."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", nargs="?", const="", default=[])
+    options, words = parser.parse_known_args(words)
+    if not options.config:
         return "", None, words
-    path = found.config[0]
-    if not path or len(found.config) > 1:
+    path = options.config[0]
+    if not path or len(options.config) > 1:
         raise ValueError("--config takes one YAML file, as in --config examples/configs/qwen3_4b_1xh200.yaml.")
     if not Path(path).is_file():
         hint = did_you_mean(path, map(str, Path(path).parent.glob("*.yaml")), f", seen from {Path.cwd()}.")
         raise ValueError(f"--config {path}: there is no such file{hint}")
     try:
-        lines = yaml.safe_load(Path(path).read_text())
+        entries = yaml.safe_load(Path(path).read_text())
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} is no YAML: {error}") from error
-    if not isinstance(lines, dict):
-        content = "empty" if lines is None else f"a {type(lines).__name__}"
+    if not isinstance(entries, dict):
+        content = "empty" if entries is None else f"a {type(entries).__name__}"
         raise ValueError(f"--config {path} is {content}. It takes lines such as 'model_name_or_path: Qwen/Qwen3-4B'.")
-    return path, {str(name): value for name, value in lines.items()}, words
+    return path, {str(name): value for name, value in entries.items()}, words
 
 
 def name_of(word: str) -> str:
-    """Return the name that a word such as --fp8-weights sets."""
+    """Return the attribute that a flag such as --fp8-weights sets: fp8_weights."""
     return word.removeprefix("--").replace("-", "_")
 
 
 def _names(parser: ArgumentParser) -> set[str]:
-    """Return the names of all flags, --no_... included, and those that their values get."""
+    """Return the names of all flags, --no_... included, and of the attributes that they set."""
     actions = parser._option_string_actions
     return {name_of(word) for word in actions} | {action.dest for action in actions.values()}
 
 
 def _as_default(value: Any, action: Action) -> Any:
-    """Return a value of a run config as the default of its flag: numbers as text, which argparse checks."""
+    """Return a value of a run config as the default of its flag. argparse converts and checks defaults that are text,
+    so numbers and booleans become text.
+    """
     if action.nargs == "+":
         return value if isinstance(value, list) or value is None else [value]
-    if getattr(action.type, "__name__", "") not in ("int", "float", "string_to_bool"):
-        return value
-    return value if value is None and action.type not in (int, float) else str(value)
+    if action.type in (int, float):
+        return str(value)  # also None (YAML's null), because argparse then refuses the text "None"
+    is_boolean = getattr(action.type, "__name__", "") == "string_to_bool"
+    return str(value) if is_boolean and value is not None else value

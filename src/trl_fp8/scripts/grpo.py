@@ -2,7 +2,8 @@
 
     accelerate launch -m trl_fp8.scripts.grpo --config FILE [--FLAG VALUE ...]
 
-`trl-fp8 train` starts this. What the trainer checks is checked there; here are a dataset's columns and the rewards.
+`trl-fp8 train` starts this script on each process. It checks a run's columns and rewards, and the trainer checks
+everything else.
 """
 
 import os
@@ -13,24 +14,24 @@ from typing import Any
 from trl_fp8.run.interrupt import ended_by_ctrl_c
 from trl_fp8.upstream.quiet import quiet
 
-from .rewards import OF_MESSAGES, require_rewards, reward_functions
+from .rewards import MESSAGE_REWARDS, require_rewards, reward_functions
 
 
 def main() -> None:
-    """Train in this process. Exits with 2 after one line for a user's mistake, and with 130 after Ctrl-C."""
+    """Train in this process. The exit status is 2 after one line for a user's mistake, and 130 after Ctrl-C."""
     quiet()
     trainers = []
     with ended_by_ctrl_c(lambda: _stopped(trainers) if os.environ.get("RANK", "0") == "0" else ""):
-        from .arguments import Parser  # imports torch, which `ended_by_ctrl_c` has to come before
+        from .arguments import Parser  # imports torch, so only inside `ended_by_ctrl_c`
 
         try:
             script, args, model, mixture = Parser().read(sys.argv[1:]).configs()
             require_task(script, model, mixture)
             trainer = make_trainer(script, args, model, mixture)
         except (ValueError, OSError) as error:
-            # Every rank finds it; a folder or a disk is each machine's own
-            is_first = isinstance(error, OSError) or os.environ.get("LOCAL_RANK", "0") == "0"
-            sys.exit(refuse(error) if is_first else 2)
+            # One rank of each machine reports a mistake; every rank an OSError, which may be one machine's alone
+            reports = isinstance(error, OSError) or os.environ.get("LOCAL_RANK", "0") == "0"
+            sys.exit(refuse(error) if reports else 2)
         from trl_fp8.run.full_disk import FullDisk
 
         trainers.append(trainer)
@@ -45,15 +46,15 @@ def main() -> None:
 
 
 def refuse(error: Exception) -> int:
-    """Write a user's mistake in one line. Return the exit status."""
+    """Write the message of a user's mistake to stderr, as one line. Return the exit status."""
     sys.stderr.write(f"trl-fp8: {' '.join(str(error).split())}\n")
     return 2
 
 
 def require_task(script: Any, model: Any, mixture: Any) -> None:
-    """Raise `ValueError` for a run without model, dataset or rewards, or for names of them that nothing has.
+    """Raise `ValueError` for a run without model, dataset or rewards, or if one of them does not exist.
 
-    Neither loads a dataset nor imports the module of a reward.
+    No dataset is loaded, and no module of a reward imported.
     """
     from trl_fp8.run.locations import require_dataset, require_model
 
@@ -73,21 +74,21 @@ def require_task(script: Any, model: Any, mixture: Any) -> None:
 
 
 def make_trainer(script: Any, args: Any, model: Any, mixture: Any) -> Any:
-    """Return the trainer of a run. Starts the engine."""
+    """Return the trainer of a run, whose engine has started."""
     from trl import get_peft_config, get_quantization_config
 
     from trl_fp8.trainer import FP8GRPOTrainer
 
     rewards = reward_functions(script, args.max_completion_length)
     training, evaluation = load_problems(script, mixture, has_evaluation=args.eval_strategy != "no")
-    loading = {
+    model_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
         "trust_remote_code": args.trust_remote_code,
     }
     if model.dtype is not None:
-        loading["dtype"] = model.dtype
-    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
+        model_kwargs["dtype"] = model.dtype
+    args.model_init_kwargs = model_kwargs | (args.model_init_kwargs or {})
     return FP8GRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=rewards,
@@ -100,25 +101,28 @@ def make_trainer(script: Any, args: Any, model: Any, mixture: Any) -> Any:
 
 
 def load_problems(script: Any, mixture: Any, has_evaluation: bool) -> list[Any]:
-    """Return the splits to train and to evaluate on, None for the second without evaluation.
+    """Return the splits to train and to evaluate on; without evaluation the second is None.
 
     Raises:
-        ValueError: There is no such dataset, configuration, split or column; the message says which there are.
+        ValueError: There is no such dataset, configuration, split or column. The message lists those that exist.
         OSError: The dataset is out of reach.
     """
     import datasets
     from datasets.exceptions import DatasetBuildError, DatasetsError
     from trl import get_dataset
 
-    loading = {"name": script.dataset_config, "streaming": script.dataset_streaming}
     source = f"dataset_name={script.dataset_name!r}" if script.dataset_name else "the mixture of datasets"
     try:
-        splits = get_dataset(mixture) if mixture.datasets else datasets.load_dataset(script.dataset_name, **loading)
+        if mixture.datasets:
+            splits = get_dataset(mixture)
+        else:
+            options = {"name": script.dataset_config, "streaming": script.dataset_streaming}
+            splits = datasets.load_dataset(script.dataset_name, **options)
     except (ValueError, OSError, DatasetsError) as error:  # no such configuration, or not readable
-        of_config = f" with dataset_config={script.dataset_config!r}" if script.dataset_config else ""
+        with_config = f" with dataset_config={script.dataset_config!r}" if script.dataset_config else ""
         reason = error.__cause__ if isinstance(error, DatasetBuildError) else error
-        kind = OSError if isinstance(error, ConnectionError) else ValueError
-        raise kind(f"{source}{of_config}: {reason}") from error
+        error_type = OSError if isinstance(error, ConnectionError) else ValueError
+        raise error_type(f"{source}{with_config}: {reason}") from error
     flags = ("dataset_train_split", "dataset_test_split") if has_evaluation else ("dataset_train_split",)
     for flag in flags:
         _require(getattr(script, flag), flag, source, splits)
@@ -127,9 +131,10 @@ def load_problems(script: Any, mixture: Any, has_evaluation: bool) -> list[Any]:
 
 
 def as_problems(split: Any, script: Any, source: str = "the dataset") -> Any:
-    """Return a split with the columns that TRL and its rewards read; `ValueError` for a column that it lacks."""
-    prompt_column, solution_column = script.prompt_column or "prompt", script.solution_column or "solution"
-    makes_messages = script.system_prompt or set(OF_MESSAGES).intersection(script.reward_funcs or ())
+    """Return a split with the columns that TRL and its rewards read. Raise `ValueError` for a column that it lacks."""
+    prompt_column = script.prompt_column or "prompt"
+    solution_column = script.solution_column or "solution"
+    makes_messages = script.system_prompt or set(MESSAGE_REWARDS).intersection(script.reward_funcs or ())
     makes_prompt = script.prompt_column or makes_messages
     makes_solution = script.solution_column or script.solution_marker
     columns = split.column_names or list(next(iter(split), {}))
@@ -156,24 +161,31 @@ def as_problems(split: Any, script: Any, source: str = "the dataset") -> Any:
 
 
 def _require(name: str, flag: str, source: str, known: Iterable[str]) -> None:
+    """Raise `ValueError` if the value `name` of `flag` is not a known name of a split or column."""
     if name not in known:
         raise ValueError(f"{flag}={name!r}: {source} has {', '.join(map(repr, known))}. Set {flag} to one of them.")
 
 
 def _stopped(trainers: list) -> str:
-    """Return where Ctrl-C stopped a run, and how to go on."""
+    """Return where Ctrl-C stopped a run, and how to go on. `trainers` is empty before the trainer exists."""
     if not trainers:
         return "stopped before the first step"
-    from trl_fp8.run.checkpoints import LAST, checkpoint_to_resume
+    from trl_fp8.run.checkpoints import RESUME_LAST, checkpoint_to_resume
 
     (trainer,) = trainers
     args = trainer.args
     step = f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
-    checkpoint = checkpoint_to_resume(args.output_dir, "auto")
+    checkpoint = trainer.last_checkpoint
     if checkpoint is None:
-        return f"{step}; there is no checkpoint yet, so the same command starts from the beginning"
-    again = "" if str(args.resume_from_checkpoint).lower() in LAST else " and --resume_from_checkpoint auto"
-    return f"{step}; go on with the same command{again}, from {checkpoint}"
+        return f"{step}; this run has no checkpoint yet, so the same command starts from the beginning"
+    last = checkpoint_to_resume(args.output_dir, "auto")  # of an earlier run, if that had more steps
+    resumed = args.resume_from_checkpoint  # save_total_limit may have deleted it since
+    if str(resumed).lower() in RESUME_LAST:
+        resumed = last
+    flag = ""
+    if str(resumed) != checkpoint:
+        flag = f" and --resume_from_checkpoint {'auto' if last == checkpoint else checkpoint}"
+    return f"{step}; go on with the same command{flag}, from {checkpoint}"
 
 
 if __name__ == "__main__":

@@ -10,14 +10,18 @@ from typing import Any
 from trl_fp8.run.lines import did_you_mean
 
 
-VERIFIED = ("accuracy_reward", "reasoning_accuracy_reward")  # they compare answers with math-verify
-OF_MESSAGES = (*VERIFIED, "think_format_reward")  # they read the content of a completion's message
+VERIFIED = ("accuracy_reward", "reasoning_accuracy_reward")  # rewards that compare answers with math-verify
+MESSAGE_REWARDS = (*VERIFIED, "think_format_reward")  # rewards that read the content of a completion's message
 OVERLONG = "soft_overlong_punishment"
-NAMES = (*OF_MESSAGES, "get_soft_overlong_punishment", OVERLONG)
+NAMES = (*MESSAGE_REWARDS, "get_soft_overlong_punishment", OVERLONG)
 
 
 def require_rewards(script: Any) -> None:
-    """Raise `ValueError` for unknown rewards, without importing their modules."""
+    """Raise `ValueError` for unknown rewards.
+
+    The modules of rewards are not imported, but the packages that contain these modules are. Inserts the working
+    directory into `sys.path`.
+    """
     if not script.reward_funcs and not script.reward_model_name_or_path:
         raise ValueError(f"reward_funcs is not set. Use some of {', '.join(NAMES)}, or a path as in my_module.reward.")
     if str(Path.cwd()) not in sys.path:  # import modules from the working directory, as `trl grpo` does
@@ -25,8 +29,8 @@ def require_rewards(script: Any) -> None:
     for path in map(str, script.reward_funcs or ()):
         module = path.rpartition(".")[0]
         if not module and path not in NAMES:
-            known = f". Use some of {', '.join(NAMES)}, or the path of a function, as in my_module.reward."
-            raise ValueError(f"reward_funcs: there is no {path!r}{did_you_mean(path, NAMES, known)}")
+            advice = f". Use some of {', '.join(NAMES)}, or the path of a function, as in my_module.reward."
+            raise ValueError(f"reward_funcs: there is no {path!r}{did_you_mean(path, NAMES, otherwise=advice)}")
         if module and not _is_installed(module):
             raise ValueError(f"reward_funcs: {path!r}: no module {module!r} is installed, or in {Path.cwd()}.")
         if path in VERIFIED and not _is_installed("math_verify"):
@@ -37,32 +41,38 @@ def require_rewards(script: Any) -> None:
 
 
 def reward_functions(script: Any, max_completion_length: int) -> list[Callable | str]:
-    """Return the rewards of a run. `ValueError` if a module has no such function."""
+    """Return the rewards of a run: functions, and the name of a reward model. Raise `ValueError` for unknown ones."""
     from trl import rewards
 
-    # TRL makes these two rewards from a longest completion and a buffer before it, both in tokens
+    # (max_completion_len, soft_punish_cache) of TRL's get_soft_overlong_punishment, in tokens
     lengths = {
         OVERLONG: (max_completion_length, script.overlong_buffer),
         "get_soft_overlong_punishment": (1280, 256),  # the values of `trl grpo`
     }
-    found = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    functions = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
     for path in map(str, script.reward_funcs or ()):
         if path in lengths:
-            found.append(rewards.get_soft_overlong_punishment(*lengths[path]))
+            functions.append(rewards.get_soft_overlong_punishment(*lengths[path]))
             continue
-        module, _, name = path.rpartition(".")
+        module_name, _, name = path.rpartition(".")
         try:
-            functions = import_module(module) if module else rewards
-        except (ValueError, OSError) as error:  # raised by the user's module: its traceback helps, a line does not
-            raise RuntimeError(f"reward_funcs: {module} cannot be imported.") from error
-        if name not in dir(functions):
-            raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, dir(functions))}")
-        found.append(getattr(functions, name))
-    return found
+            module = import_module(module_name) if module_name else rewards
+        except (ValueError, OSError) as error:
+            # RuntimeError: callers print a ValueError or OSError as one line, and the user needs the traceback of
+            # their module
+            raise RuntimeError(f"reward_funcs: {module_name} cannot be imported.") from error
+        if name not in dir(module):
+            raise ValueError(f"reward_funcs: {module_name} has no {name!r}{did_you_mean(name, dir(module))}")
+        functions.append(getattr(module, name))
+    return functions
 
 
 def _is_installed(module: str) -> bool:
+    """Return whether a module can be found. This imports its parent packages, and raises the errors of their code."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is not installed
-        return False
+    except ModuleNotFoundError as error:
+        # The module or a parent is not installed. Any other name is a library that a parent package imports
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            return False
+        raise

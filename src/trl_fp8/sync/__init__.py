@@ -1,1 +1,1 @@
-"""Policy -> engine, without an engine: the writer of tensors, the audit that proves it, what is refused."""
+"""Syncs, policy -> engine: the writer of tensors, the audit that proves what was written, and refusals. No vLLM."""

@@ -1,12 +1,12 @@
 """Proof, after a sync, that the engine holds what was sent: every tensor, byte for byte.
 
-    sent:    a checksum of each tensor's part on this rank, made while it was computed (writer.py)
+    sent:    a checksum of this rank's part of each tensor, made while the writer computed the part (writer.py)
     held:    the same checksum of the engine's parameter, read back
-    verdict: one transfer of both to the host. It names tensors that differ, are missing, were never sent, or are not
-             the same on all ranks: then ranks would train on rollouts of different policies
-    seal:    the same checksums of the engine, taken again before anything is sampled
+    verdict: sent and held are compared on the host. An error names tensors that differ, are missing, were never sent,
+             or differ between ranks (with which ranks would train on rollouts of different policies)
+    seal:    the checksums of the engine, with which later checks compare new ones before anything is sampled
 
-A wrong `Layout` would pass, since writing and reading share it. So its names and shapes are checked against the policy
+A wrong `Layout` would pass, because writing and reading share it. So its names and shapes are compared with the policy
 at the start, and tests compare it with vLLM's own loader.
 """
 
@@ -26,25 +26,29 @@ ReduceMax = Callable[[torch.Tensor], None]  # replaces a tensor by its maximum o
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks with the same place in their engine's tensor parallel group: they hold the same part of the policy."""
+    """The ranks of a job, by tensor parallel rank. Ranks with the same one hold the same part of the policy."""
 
-    rank: int  # of this process
+    rank: int  # rank of this process
     tensor_parallel_size: int  # number of consecutive ranks that share one engine
-    reduce_max: ReduceMax  # over all ranks
-    reduce_max_of_engine: ReduceMax | None = None  # over the ranks of this rank's engine; None: it has one alone
+    reduce_max: ReduceMax  # over all ranks of the job
+    reduce_max_of_engine: ReduceMax | None = None  # over the ranks of this rank's engine; None: it has only this rank
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
-        """Return largest and smallest of each of the int64 `values` `[n]` over the replicas, `[2, n]`. Collective."""
-        # One reduction serves all groups: each place in an engine has a slot, where other places leave the minimum
+        """Return the largest and the smallest of each of the int64 `values` `[n]` over the ranks that hold the same
+        part, `[2, n]`. Collective of all ranks.
+        """
+        # One reduction serves all parts. Each tensor parallel rank has a slot, in which other ranks leave the smallest
+        # int64
         slots = values.new_full((2, self.tensor_parallel_size, len(values)), torch.iinfo(torch.int64).min)
         slot = self.rank % self.tensor_parallel_size
-        slots[0, slot], slots[1, slot] = values, ~values  # ~x falls as x rises, and has no overflow
+        slots[0, slot] = values
+        slots[1, slot] = ~values  # falls as the value rises, so its maximum is the minimum; -x could overflow
         self.reduce_max(slots)
         return torch.stack([slots[0, slot], ~slots[1, slot]])
 
 
 def all_reduce_max(tensor: torch.Tensor, group: torch.distributed.ProcessGroup | None = None) -> None:
-    """Replace a tensor by its maximum over a group of ranks; None: all of them."""
+    """Replace a tensor by its element-wise maximum over the ranks of `group` (None: all ranks). Collective."""
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
@@ -56,13 +60,19 @@ def audit(
     *,
     carried_arrived: bool = True,
 ) -> list[int]:
-    """Compare what was written with what is held; `RuntimeError` names what differs. Returns the seal: checksums of
-    `layout.names`. Waits for the device once.
+    """Compare what was written with what the engine holds. Return the seal: checksums of `layout.names`.
 
-    With `replicas` it is a collective. It then also compares over ranks the checksums of what is `carried` beside the
-    weights, and whether all of that has arrived. `carried` has the same names in the same order on all ranks.
+    Waits for the device once. With `replicas` it is a collective that also compares the checksums over ranks.
+
+    Args:
+        carried: Name of the value that the delivery carries beside the weights -> its checksum. The same names in the
+            same order on all ranks. Compared over ranks only.
+        carried_arrived: Whether this value is in the engine on this rank.
+
+    Raises:
+        RuntimeError: Tensors differ; the message names them.
     """
-    # 1. For each tensor the checksums held and sent, int64 on the device; likewise for what is carried
+    # 1. Checksums of each tensor as held and as sent, and of each carried value, int64 on the device
     names, sent = layout.names, written.sums
     in_engine = layout.sums()
     nothing = torch.zeros((), dtype=torch.int64, device=in_engine.device)
@@ -72,27 +82,30 @@ def audit(
         labels += [*carried, *(f"{name} (in the engine)" for name in carried)]
         values += [each.to(in_engine.device) for each in carried.values()]
         values += [nothing + int(carried_arrived)] * len(carried)
-    # 2. Their extremes over the ranks that have to agree, and one transfer of all to the host
-    own = torch.stack(values) if values else in_engine
+    # 2. The extremes of each checksum over the ranks that have to agree, and one transfer of all to the host
+    own = torch.stack(values) if values else in_engine  # this rank's checksums
     largest, smallest = replicas.extremes(own) if replicas else (own, own)
     own, largest, smallest = torch.stack([own, largest, smallest]).tolist()
     # 3. The verdict, by name
-    held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
-    differ = zip(names, held_values, sent_values, strict=True)
+    engine_sums = own[: len(names)]
+    sent_sums = own[len(names) : 2 * len(names)]
+    by_name = zip(names, engine_sums, sent_sums, strict=True)
     problems = {
-        "hold other bytes than were sent": [name for name, a, b in differ if a != b and name in sent],
+        "hold other bytes than were sent": [
+            name for name, engine_sum, sent_sum in by_name if engine_sum != sent_sum and name in sent
+        ],
         "are in the engine but were never sent": [name for name in names if name not in sent],
         "were sent but are not in the engine": written.unknown,
     }
-    cause = "The ranks hold different policies: look for what changes weights on some of them only."
+    cause = "The ranks hold different policies: look for what changes weights on some ranks only."
     if any(problems.values()):
         cause = "This is a defect of the sync, not of your data."
-    differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
-    problems["are not the same on every rank"] = differ
-    found = [f"{len(which)} tensors {what}: {listed(which, 12)}" for what, which in problems.items() if which]
-    if found:
+    extremes = zip(labels, largest, smallest, strict=True)
+    problems["are not the same on every rank"] = [label for label, most, least in extremes if most != least]
+    lines = [f"{len(which)} tensors {what}: {listed(which, 12)}" for what, which in problems.items() if which]
+    if lines:
         raise RuntimeError(
-            f"weight sync failed its audit: {'; '.join(found)}. The engine must not generate; nothing was trained on "
-            f"it. {cause}"
+            f"weight sync failed its audit: {'; '.join(lines)}.{layout.blame} The engine must not generate; nothing "
+            f"was trained on it. {cause}"
         )
-    return held_values
+    return engine_sums

@@ -1,18 +1,20 @@
 """`InPlaceDelivery` writes a policy into tensors of an engine, and proves that it arrived.
 
-    deliver:   wake -> prepare what is carried -> [write weights and carried -> arrive -> finite? -> verify carried
-               -> audit] -> reset prefix cache
-    generate:  require_whole -> verify: nobody has written to the engine since
+    deliver:   wake -> prepare the carried value -> [write weights and carried value -> arrive -> finite?
+               -> verify the carried value -> audit] -> reset prefix cache
+    generate:  require_whole -> verify that nothing has written to the engine since
 
-Errors inside the brackets leave an engine that holds parts of two policies: `require_whole` raises until a delivery
-succeeds. Ranks agree on such an error, so that all of them raise it, and repeat a write once after a RuntimeError. An
-error outside of the brackets is raised by one rank, which enters no further collective: the others wait in theirs
-until the launcher ends the job.
+The *carried value* goes to the engine beside the weights (scales of an FP8 KV cache, see `CarriedValue`).
 
-Ranks deliver together, but generate apart: with tools one rank takes more turns than another. So `verify` is a
-collective of the ranks that share an engine, and of no others.
+An error inside the brackets leaves an engine that holds parts of two policies, so `require_whole` raises until a
+delivery succeeds. All ranks raise such an error together, after they repeated a failed write once if the failure was a
+RuntimeError. An error outside of the brackets is raised by one rank alone, which enters no further collective. The
+other ranks wait in theirs until the launcher ends the job.
 
-The interface of any delivery, also of one to an engine in another process, is `engine.protocol.Delivery`.
+Ranks deliver together, but they generate independently: with tools one rank takes more turns than another. So only the
+ranks that share an engine call `verify` as a collective.
+
+`InPlaceDelivery` has the interface `engine.protocol.Delivery`, as deliveries to engines in other processes do.
 """
 
 import logging
@@ -40,36 +42,47 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """An engine that is written in place. Its methods are called in this order and raise `RuntimeError`."""
+    """An engine that is written in place. A delivery calls its methods in this order. They raise `RuntimeError`."""
 
     layout: Layout  # where its weights are
 
-    def wake(self) -> bool: ...  # have memory for the weights, if asleep; True: what was there is lost
-    def arrive(self) -> None: ...  # take what was written, if its workers are other processes; tried twice, as writing
-    def reset_prefix_cache(self) -> None: ...  # forget what was computed with other weights
+    def wake(self) -> bool:
+        """Allocate the weights' memory again if the engine sleeps. Return whether their contents are lost."""
+
+    def arrive(self) -> None:
+        """Have workers in other processes take what was written. Repeated once after an error, with the write."""
+
+    def reset_prefix_cache(self) -> None:
+        """Drop what was computed with earlier weights."""
 
 
 @dataclass
 class TensorGroup:
-    """Tensors of an engine that are written together."""
+    """Tensors of an engine that are written together, and what is known of the last write."""
 
     layout: Layout
-    tensors: Tensors | None  # the policy's tensors for all of `layout` but buffers; None until they are given
-    one_by_one: bool = False  # see `Writer`
-    survives_sleep: bool = False  # the engine brings it back itself when it wakes
-    seal: list[int] | None = None  # checksums of what the engine holds; None unless that is the policy's
-    fp8_weights: int = 0  # this and the next two are as in `SyncReport`, of the last write
+    tensors: Tensors | None  # source of the tensors for all of `layout` except buffers; None until `deliver` sets it
+    one_by_one: bool = False  # whether the source may change a tensor when it yields the next one, see `Writer`
+    survives_sleep: bool = False  # whether the engine restores the tensors itself when it wakes
+    seal: list[int] | None = None  # checksums of the audited tensors; None unless the engine holds the policy's
+    audited: Layout | None = None  # the tensors to audit after a write, if other groups arrive with it; None: `layout`
+    fp8_weights: int = 0  # this and the next two are of the last write, as in `SyncReport`
     weight_relative_error: float = 0.0
     dead_blocks: dict[str, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        """Return the size of the part in the engine on this rank, scales included."""
+        """Return the size of the tensors in the engine on this rank, scales included."""
         return sum(tensor.nbytes for tensor in self.layout.held.values())
+
+    @property
+    def sealed(self) -> Layout:
+        """Return the layout whose checksums are in `seal`."""
+        return self.audited or self.layout
 
 
 class InPlaceDelivery:
-    """One engine, which holds no policy yet, and the policy `model` that it follows."""
+    """Delivery of the policy `model` to one engine, which holds no policy yet."""
 
     def __init__(
         self,
@@ -77,145 +90,179 @@ class InPlaceDelivery:
         model: nn.Module,
         recipe: FP8Recipe,
         *,
-        frozen: Sequence[TensorGroup] = (),  # not trained: written once, with the first delivery or before
+        frozen: Sequence[TensorGroup] = (),  # not trained, so written once, with the first delivery or before
         one_by_one: bool = False,  # see `Writer`
-        replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process
+        # Whether frozen groups that were written reach the engine only with the trained tensors, in `Engine.arrive`.
+        # They are audited together then
+        staged: bool = False,
+        replicas: Replicas | None = None,  # the ranks whose engines must hold the same; None on one process
         carried: CarriedValue | None = None,
     ):
-        self._engine, self._model, self._recipe, self._replicas = engine, model, recipe, replicas
-        self._reduce_max = replicas and replicas.reduce_max
-        names = set(engine.layout.names).difference(*(part.layout.names for part in frozen))
-        layout = engine.layout.part(names) if frozen else engine.layout
+        self._engine = engine
+        self._model = model
+        self._recipe = recipe
+        self._replicas = replicas
+        self._reduce_max = replicas.reduce_max if replicas else None
+        trained = set(engine.layout.names).difference(*(group.layout.names for group in frozen))
+        layout = engine.layout.part(trained) if frozen else engine.layout
         self.frozen = frozen
-        self._trained = TensorGroup(layout, None, one_by_one)
+        self._staged = staged
+        self._trained = TensorGroup(layout, None, one_by_one, audited=engine.layout if staged else None)
         self.carried = carried
-        self.last: SyncReport | None = None  # of the latest delivery that succeeded
-        self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
+        self.last: SyncReport | None = None  # report of the latest delivery that succeeded
+        self.failures = 0  # number of deliveries that failed their audit, or whose engine was later found changed
 
     def deliver(self, tensors: Tensors, *, prepare: bool = True) -> SyncReport:
-        """Bring the engine to the policy's current weights and to what is carried. With replicas a collective.
+        """Write the policy's current weights and the carried value to the engine, and prove that they arrived.
+
+        Collective, if there are replicas.
 
         Args:
-            tensors: Of the policy, all that is trained.
-            prepare: Compute anew what is carried. False: it is sent as it was last.
+            tensors: Source of all trained tensors of the policy.
+            prepare: Whether to compute the carried value anew. False: the last value is sent again.
 
         Raises:
-            ValueError: What is carried cannot be computed from the policy: the engine still holds the last policy,
-                unless it lost it in its sleep. Or the policy holds NaN or infinities, seen while it is written.
-            RuntimeError: Writing (tried twice) or the audit failed, here or on another rank.
-            GatherFailed: On this rank alone, which enters no further collective.
+            ValueError: The carried value cannot be computed from the policy. The engine still holds the last policy,
+                unless it lost that in its sleep. Or the policy holds NaN or infinities, which showed in the write.
+            RuntimeError: Writing (tried twice) or the audit failed, on this rank or another.
+            GatherFailed: A gather failed. Raised on this rank alone, which must enter no further collective.
         """
         start = time.perf_counter()
         if self._engine.wake():
-            for part in self._parts:
-                part.seal = part.seal if part.survives_sleep else None
-        # One rank may have found its frozen parts changed: then all send them again. They come first, because a policy
-        # that shares its base with the engine runs on them while it is calibrated
-        missing = [int(part.seal is None) for part in self.frozen]
-        missing = self._largest(missing, self._reduce_max) if missing else []
-        due = [part for part, is_missing in zip(self.frozen, missing, strict=True) if is_missing]
-        writing = sum(self.send(part) for part in due)
-        started = time.perf_counter()
+            for group in self._groups:
+                if not group.survives_sleep:
+                    group.seal = None
+        # A frozen group is sent if any rank has no seal of it: a rank may have found its engine changed. Frozen groups
+        # come first, because a policy that shares its base with the engine computes with them when it is calibrated
+        unsealed = []
+        if self.frozen:
+            flags = self._largest([int(group.seal is None) for group in self.frozen], self._reduce_max)
+            unsealed = [group for group, flag in zip(self.frozen, flags, strict=True) if flag]
+        quantize_seconds = sum(self.send(group) for group in unsealed)
+        prepare_start = time.perf_counter()
         if prepare and self.carried is not None:
             try:
                 self.carried.prepare()
             except ValueError:
-                # The usual reason is a weight that is not finite, and this error names it. It uses no collective:
-                # other ranks may still be in one of `prepare`, and would take this rank's numbers for those of it
+                # The usual reason is a weight that is not finite, and this error names the weight. It uses no
+                # collective, because other ranks may still wait in one of `prepare`. They would take a tensor of this
+                # error for one of `prepare`
                 require_finite(self._model)
                 raise
-        prepared = time.perf_counter()
+        prepare_seconds = time.perf_counter() - prepare_start
         carried = self.carried if self.carried is not None and self.carried.value is not None else None
         self._trained.tensors = tensors
-        writing += self.send(self._trained, carried)
+        quantize_seconds += self.send(self._trained, carried)
         try:
             self._engine.reset_prefix_cache()
         except RuntimeError:
             self._trained.seal = None
             raise
-        parts, sent = self._parts, [*due, self._trained]
+        groups = self._groups
+        sent = [*unsealed, self._trained]
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
-            quantize_seconds=writing,
-            prepare_seconds=prepared - started,
-            audited_tensors=sum(len(part.seal) for part in sent),
-            bytes_sent=sum(part.bytes for part in sent),
-            fp8_weights=sum(part.fp8_weights for part in parts),
-            weight_relative_error=max(part.weight_relative_error for part in parts),
-            dead_blocks={name: count for part in parts for name, count in part.dead_blocks.items()},
+            quantize_seconds=quantize_seconds,
+            prepare_seconds=prepare_seconds,
+            audited_tensors=sum(len(group.seal) for group in ([self._trained] if self._staged else sent)),
+            bytes_sent=sum(group.bytes for group in sent),
+            fp8_weights=sum(group.fp8_weights for group in groups),
+            weight_relative_error=max(group.weight_relative_error for group in groups),
+            dead_blocks={name: count for group in groups for name, count in group.dead_blocks.items()},
             carried={carried.name: carried.value} if carried else {},
         )
         return self.last
 
-    def send(self, part: TensorGroup, carried: CarriedValue | None = None) -> float:
-        """Write a part and what is carried, and prove that they arrived. Returns `quantize_seconds` of `SyncReport`.
-        Raises as `deliver`.
+    def repeat(self) -> None:
+        """Have an engine that was started again take what was written last, and prove that it did. No collective.
+
+        Raises:
+            RuntimeError: The latest delivery did not succeed, the engine does not answer, or it holds something else.
+        """
+        self.require_whole()
+        self._engine.arrive()
+        for group in self._groups:
+            change = self._error_if_changed(group)
+            if change is not None:
+                group.seal = None
+                self.failures += 1
+                raise change
+        self._engine.reset_prefix_cache()
+
+    def send(self, group: TensorGroup, carried: CarriedValue | None = None) -> float:
+        """Write a group and the carried value, and prove that they arrived. Return `quantize_seconds` of `SyncReport`.
+
+        Raises what `deliver` raises.
         """
         start = time.perf_counter()
-        part.seal = None
-        writer = self._written(part, carried)
-        seconds = time.perf_counter() - start
-        part.weight_relative_error, part.dead_blocks = writer.inspect(self._reduce_max)
+        group.seal = None
+        writer = self._write(group, carried)
+        quantize_seconds = time.perf_counter() - start
+        group.weight_relative_error, group.dead_blocks = writer.inspect(self._reduce_max)
         try:
-            part.seal = self._proven(part, writer, carried)
+            group.seal = self._prove(group, writer, carried)
         except RuntimeError:
             self.failures += 1
             raise
-        part.fp8_weights = writer.fp8_weights
-        return seconds
+        group.fp8_weights = writer.fp8_weights
+        return quantize_seconds
 
     @property
-    def _parts(self) -> list[TensorGroup]:
+    def _groups(self) -> list[TensorGroup]:
         return [*self.frozen, self._trained]
 
     def require_whole(self) -> None:
         """Raise `RuntimeError` unless the latest delivery succeeded."""
-        if any(part.seal is None for part in self._parts):
+        if any(group.seal is None for group in self._groups):
             raise RuntimeError(
                 "the engine holds no complete policy: weights were never synced, or the last sync failed. Call "
                 "sync_weights() first."
             )
 
     def verify(self) -> None:
-        """Before each generation: raise `RuntimeError` unless the engine still holds what was delivered.
+        """Raise `RuntimeError` unless the engine still holds what was delivered. Called before each generation.
 
-        A collective of the ranks that share this engine, which generate together.
+        A collective of the ranks that share this engine.
         """
         self.require_whole()
-        changes = [self._change(part) for part in self._parts]
-        of_engine = self._replicas and self._replicas.reduce_max_of_engine
-        # If one rank raised alone, those that share its engine would wait for it
-        broken = self._largest([int(change is not None) for change in changes], of_engine)
-        if any(broken):
+        changes = [self._error_if_changed(group) for group in self._groups]
+        reduce_max = self._replicas.reduce_max_of_engine if self._replicas else None
+        # All ranks of an engine raise together: a rank that raised alone would leave the others waiting
+        has_changed = self._largest([int(change is not None) for change in changes], reduce_max)
+        if any(has_changed):
             self.failures += 1
-            for part, is_broken in zip(self._parts, broken, strict=True):
-                part.seal = None if is_broken else part.seal
-            theirs = "another rank's part of the engine has changed since the last sync: see its log."
-            raise next(filter(None, changes), None) or RuntimeError(theirs)
+            for group, changed_anywhere in zip(self._groups, has_changed, strict=True):
+                if changed_anywhere:
+                    group.seal = None
+            for change in changes:
+                if change is not None:
+                    raise change
+            raise RuntimeError("another rank's part of the engine has changed since the last sync: see its log.")
 
-    def _change(self, part: TensorGroup) -> RuntimeError | None:
-        """Return the error that names what changed in a part on this rank since it was sent; None if nothing did."""
-        try:  # the layout raises, too, if a parameter was replaced by one of another shape
-            if changed := part.layout.changed(part.seal):
+    def _error_if_changed(self, group: TensorGroup) -> RuntimeError | None:
+        """Return an error that names what changed in a group on this rank since it was sent; None if nothing did."""
+        try:  # `Layout.changed` raises, too, if a parameter was replaced by one of another shape
+            changed = group.sealed.changed(group.seal)
+            if changed:
                 raise RuntimeError(
-                    f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
-                    "Something other than the sync wrote to them (a callback, a hook, memory that was handed out "
-                    "twice), so that the engine would sample from another policy. Nothing was sampled; the next sync "
-                    "repairs it."
+                    f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}."
+                    f"{group.sealed.blame} Something other than the sync wrote to them (a callback, a hook, memory "
+                    "that was handed out twice), so the engine would sample from another policy. Nothing was "
+                    "sampled; the next sync repairs it."
                 )
-            if part is self._trained and self.last.carried:
+            if group is self._trained and self.last.carried:
                 self.carried.verify()
         except RuntimeError as error:
             return error
 
-    def _written(self, part: TensorGroup, carried: CarriedValue | None) -> Writer:
-        """Write weights and what is carried, on all ranks. All repeat it once if one fails with a RuntimeError."""
+    def _write(self, group: TensorGroup, carried: CarriedValue | None) -> Writer:
+        """Write weights and the carried value, on all ranks. All ranks write once more if one had a RuntimeError."""
         for is_last in (False, True):
-            # Free a failed attempt first: its error holds tensors, and it may have failed for lack of memory
+            # Free a failed attempt first: its error keeps tensors alive, and it may have failed for lack of memory
             writer = error = None
-            writer = Writer(part.layout, self._recipe, one_by_one=part.one_by_one)
-            error = self._write(part, writer, carried)
-            severity = 0
+            writer = Writer(group.layout, self._recipe, one_by_one=group.one_by_one)
+            error = self._write_once(group, writer, carried)
+            severity = 0  # 0: success; 1: an error that another attempt may not have; 2: any other error
             if error is not None:
                 severity = 1 if isinstance(error, RuntimeError) else 2
             [worst] = self._largest([severity], self._reduce_max)
@@ -227,50 +274,57 @@ class InPlaceDelivery:
             logger.warning(f"weight sync failed and is repeated once: {error}")
 
     def _largest(self, codes: list[int], reduce_max: ReduceMax | None) -> list[int]:
-        """Return the largest of each code over the ranks of `reduce_max`; None: this rank alone. The host waits."""
+        """Return each code's maximum over the ranks of `reduce_max` (None: this rank alone). The host waits for it."""
         if reduce_max is None:
             return codes
-        # The backend reduces tensors on the engine's device. The policy may be on the host, before FSDP2 shards it
-        engine = next(iter(self._trained.layout.held.values()))
-        found = torch.tensor(codes, device=engine.device)
-        reduce_max(found)
-        return found.tolist()
+        # The backend can reduce tensors on the engine's device. The policy may still be on the host, before FSDP2
+        # shards it
+        tensor = next(iter(self._trained.layout.held.values()))
+        largest = torch.tensor(codes, device=tensor.device)
+        reduce_max(largest)
+        return largest.tolist()
 
-    def _write(self, part: TensorGroup, writer: Writer, carried: CarriedValue | None) -> Exception | None:
-        """Write once. An error is returned and not raised, so that ranks can agree on what to do next."""
-        buffers = persistent_buffers(self._model) if part is self._trained else ()
+    def _write_once(self, group: TensorGroup, writer: Writer, carried: CarriedValue | None) -> Exception | None:
+        """Write once. Return the error, so that ranks can agree on what to do next; None if the write succeeded."""
+        buffers = persistent_buffers(self._model) if group is self._trained else ()
         try:
-            with part.tensors() as parameters:
+            with group.tensors() as parameters:
                 try:
                     writer.write(parameters, buffers)
                 except Exception:
-                    # Each parameter may be a collective: other ranks wait in the next one for this rank
-                    for _ in parameters if self._replicas else ():
-                        pass
+                    if self._replicas:
+                        # Exhaust the source: each parameter may need a collective, in which other ranks would wait
+                        for _ in parameters:
+                            pass
                     raise
             if carried:
                 carried.write()
-            self._engine.arrive()
+            if group is self._trained:
+                self._engine.arrive()
         except GatherFailed:
             raise
         except Exception as error:
             return error
 
-    def _proven(self, part: TensorGroup, writer: Writer, carried: CarriedValue | None) -> list[int]:
-        """Return the seal of what was written; `RuntimeError` if anything did not arrive, on any rank."""
-        lost = None
+    def _prove(self, group: TensorGroup, writer: Writer, carried: CarriedValue | None) -> list[int]:
+        """Return the seal of what was written; raise `RuntimeError` if anything did not arrive on any rank."""
+        failure = None
         try:
             if carried:
                 carried.verify()
         except RuntimeError as error:
-            lost = error
+            failure = error
         digests = {carried.name: carried.digest()} if carried else {}
         try:
-            seal = audit(part.layout, writer, digests, self._replicas, carried_arrived=lost is None)
-        except RuntimeError as differs:
-            lost = lost or differs
-        # Each rank of an engine audits its own part, so that one may find an error that no other finds
-        [failed] = self._largest([int(lost is not None)], self._reduce_max)
+            if group.audited is not None:  # frozen groups were staged before, and arrived with this one
+                for frozen in self.frozen:
+                    sums = torch.tensor(frozen.seal, device=next(iter(frozen.layout.held.values())).device)
+                    writer.sums.update(zip(frozen.layout.names, sums.unbind(), strict=True))
+            seal = audit(group.sealed, writer, digests, self._replicas, carried_arrived=failure is None)
+        except RuntimeError as error:
+            failure = failure or error
+        # Each rank of an engine audits its own part of the weights, so one rank may find an error that others do not
+        [failed] = self._largest([int(failure is not None)], self._reduce_max)
         if failed:
-            raise lost or RuntimeError("weight sync failed its audit on another rank, whose log says what differs.")
+            raise failure or RuntimeError("weight sync failed its audit on another rank, whose log says what differs.")
         return seal

@@ -1,10 +1,11 @@
-"""Places of checkpoint tensors in an engine: rows and columns of a parameter, on this rank.
+"""Places of checkpoint tensors in an engine: which rows and columns of which parameter, on this rank.
 
-An engine describes itself as a `Layout`; a sync cuts the same piece out of the tensor sent and of the parameter.
+An engine is described by a `Layout` of `Piece`s. For each piece a sync takes this rank's part of the checkpoint
+tensor, and copies it to its place in the engine's parameter, which is a view.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,15 +16,16 @@ from trl_fp8.recipe.messages import listed
 
 @dataclass(frozen=True)
 class Span:
-    """Elements `start .. start + size` of one dim."""
+    """Elements `start .. start + size - 1` of one dim."""
 
     start: int
     size: int
-    whole: int | None = None  # required size of the dim; None: any
+    whole: int | None = None  # the size that the dim must have; None: any size
 
     def blocks(self, block: int) -> "Span":
-        """Return the span of the scales, one for each `block` elements."""
-        return Span(self.start // block, -(-self.size // block), self.whole and -(-self.whole // block))
+        """Return the span counted in blocks: the scales of these elements. `start` is a multiple of `block`."""
+        whole = None if self.whole is None else -(-self.whole // block)  # -(-a // b) rounds up
+        return Span(self.start // block, -(-self.size // block), whole)
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.narrow(dim, self.start, self.size)
@@ -31,9 +33,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Joined:
-    """Spans in consecutive parts of one dim, such as q, k and v in one checkpoint tensor."""
+    """One span in each of several consecutive parts of a dim, such as q, k and v in one checkpoint tensor."""
 
-    parts: tuple[Span, ...]
+    parts: tuple[Span, ...]  # each counts from the start of its part; `whole` is the size of the part
 
     @property
     def size(self) -> int:
@@ -47,49 +49,69 @@ class Joined:
         return Joined(tuple(part.blocks(block) for part in self.parts))
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a copy, as the spans of several parts have no common stride."""
+        """Return the spans side by side. They have no common stride, so this is a copy."""
         wholes = tensor.split([part.whole for part in self.parts], dim)
         return torch.cat([part.of(whole, dim) for part, whole in zip(self.parts, wholes, strict=True)], dim)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor's part in one engine parameter."""
+    """This rank's part of one checkpoint tensor, and its place in one engine parameter."""
 
-    name: str  # of the checkpoint tensor
+    name: str  # name of the checkpoint tensor, as the engine calls it
     module: nn.Module
-    attribute: str  # of `module`: the engine parameter
-    dtype: torch.dtype  # of the engine parameter
-    # For each dim, this rank's span of the checkpoint tensor; None: all
+    attribute: str  # name of the engine parameter in `module`
+    dtype: torch.dtype  # dtype of the engine parameter
+    # For each dim of the checkpoint tensor, this rank's span of it; None: the whole dim. Missing dims are whole
     sent: tuple[Span | Joined | None, ...] = ()
-    in_engine: tuple[Span | None, ...] = ()  # for each dim, its span in the engine parameter; None: all
-    # (dim, count): this dim has `count` equal parts, such as gate and up; `sent` and `in_engine` see two dims
+    in_engine: tuple[Span | None, ...] = ()  # the same for the engine parameter: the place of the part
+    # (dim, count): this dim is seen as [count, size / count], such as gate and up, and `sent` and `in_engine` have a
+    # span for each of these two dims. For an example see engine/vllm/layout.py
     equal: tuple[int, int] | None = None
-    transposed: bool = False  # the engine parameter is `[..., K, N]` where what is sent is `[..., N, K]`
-    sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
-    zero: bool = False  # this rank holds zeros instead
-    derived: Callable[[], torch.Tensor] | None = None  # computes it from what the engine was sent; None: it is sent
+    transposed: bool = False  # whether the engine parameter is `[..., K, N]` and the checkpoint tensor `[..., N, K]`
+    # Whether the checkpoint tensor is `[..., K, N]` and the engine parameter `[..., N, K]`. `sent` then refers to
+    # `[..., N, K]`
+    sent_transposed: bool = False
+    zero: bool = False  # whether this rank holds zeros instead of its part
+    # Computes the tensor from others that the engine was sent. None: it is sent itself
+    derived: Callable[[], torch.Tensor] | None = None
 
     @property
     def is_copied(self) -> bool:
-        """Return whether `of_sent` copies, because this rank's part is not one view."""
+        """Return whether `of_sent` makes a copy, because this rank's part consists of several spans."""
         return any(isinstance(span, Joined) and span.size != span.whole for span in self.sent)
 
     @property
     def parameter(self) -> torch.Tensor:
-        """Return the engine parameter, looked up anew: syncs and audits need the one that the engine reads now."""
+        """Return the engine parameter. It is looked up each time, because the engine may have replaced it."""
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a checkpoint tensor, or of its scales; a view unless `is_copied`, or zeros.
+        """Return this rank's part of a checkpoint tensor: a view unless `is_copied` or `zero`.
 
-        `ValueError` if it is of another size.
+        `ValueError` if the checkpoint tensor has another size than the engine expects.
         """
         part = self._cut(tensor.mT if self.sent_transposed else tensor, self.sent)
         return torch.zeros_like(part) if self.zero else part
 
+    def place(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Copy this rank's part to its place in a whole checkpoint tensor: the inverse of `of_sent`."""
+        for dim, joined in enumerate(self.sent):
+            # A `Joined` part is no view of `whole`, so each of its spans is placed by itself, with its start counted
+            # from the start of the whole dim
+            if isinstance(joined, Joined) and joined.size != joined.whole:
+                start_in_whole = start_in_part = 0
+                for span in joined.parts:
+                    in_whole = Span(start_in_whole + span.start, span.size, joined.whole)
+                    single = replace(self, sent=(*self.sent[:dim], in_whole, *self.sent[dim + 1 :]))
+                    single.place(whole, part.narrow(dim, start_in_part, span.size))
+                    start_in_whole += span.whole
+                    start_in_part += span.size
+                return
+        self._cut(whole.mT if self.sent_transposed else whole, self.sent).copy_(part)
+
     def of_engine(self) -> torch.Tensor:
-        """Return the same part where the engine holds it; a view."""
+        """Return the part in the engine parameter, as a view."""
         parameter = self.parameter.detach()
         return self._cut(parameter.mT if self.transposed else parameter, self.in_engine)
 
@@ -101,8 +123,8 @@ class Piece:
             if span is not None:
                 if span.whole not in (None, tensor.shape[dim]):
                     raise ValueError(
-                        f"{self.name} has {tensor.shape[dim]} elements in dim {dim} where the engine has its part of "
-                        f"{span.whole}. Was the model resized after its folder or the engine was made? Save it with "
+                        f"{self.name} has size {tensor.shape[dim]} in dim {dim}, and the engine expects {span.whole}. "
+                        "Was the model resized after it was saved, or after the engine was started? Save it with "
                         "save_pretrained, and start from there."
                     )
                 if span.size != tensor.shape[dim]:
@@ -111,7 +133,9 @@ class Piece:
 
 
 class Layout:
-    """Every parameter of an engine on this rank."""
+    """All pieces of an engine on this rank."""
+
+    blame = ""  # appended to errors that name tensors; `StagedLayout` says here which server differs
 
     def __init__(self, pieces: Iterable[Piece]):
         pieces = list(pieces)
@@ -120,10 +144,10 @@ class Layout:
         twice = [piece.name for piece in pieces if self.pieces[piece.name] is not piece]
         if twice:
             raise RuntimeError(f"several tensors of an engine have one name: {listed(twice)}.")
-        # Tensors that no policy has: they are computed from others
+        # Tensors that are not sent but computed from others
         self.derived = tuple(piece for piece in self.pieces.values() if piece.derived is not None)
-        self._places: list[tuple] | None = None
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: dict[str, torch.Tensor] = {}  # name -> `Piece.of_engine`
+        self._places: list[tuple] | None = None  # address and form of each parameter when `_held` was made
 
     def part(self, names: Collection[str]) -> "Layout":
         """Return the layout of the pieces in `names`."""
@@ -131,27 +155,29 @@ class Layout:
 
     @property
     def held(self) -> dict[str, torch.Tensor]:
-        """Return each piece as the engine holds it, `Piece.of_engine`, by name."""
-        self._look()
+        """Return name -> the tensor that the engine holds (`Piece.of_engine`)."""
+        self._refresh()
         return self._held
 
     def sums(self) -> torch.Tensor:
-        """Return the checksum `[n]` of each piece as it is now, on the device."""
-        self._look()
+        """Return the checksums `[n]` of the engine's current tensors, on the device, in the order of `names`."""
+        self._refresh()
         return self._table.sums()
 
     def changed(self, seal: Sequence[int]) -> list[str]:
-        """Return the names of the pieces whose checksums are no longer those of `seal`. Waits for the device once."""
-        return [name for name, a, b in zip(self.names, seal, self.sums().tolist(), strict=True) if a != b]
+        """Return the names of the tensors whose checksums differ from those in `seal`. Waits for the device once."""
+        by_name = zip(self.names, seal, self.sums().tolist(), strict=True)
+        return [name for name, sealed, now in by_name if now != sealed]
 
-    def _look(self) -> None:
-        """Rebuild the views, and the table of their addresses, if a parameter has moved.
+    def _refresh(self) -> None:
+        """Rebuild the views in `_held` and the table of their addresses if a parameter was moved or replaced.
 
-        A view of a replaced parameter would still hold what was sent, and prove nothing. Comparing addresses costs far
-        less than cutting hundreds of pieces.
+        A view of a parameter that was replaced still holds what was sent, so it would prove nothing. Comparing
+        addresses costs far less than cutting hundreds of pieces.
         """
         parameters = [piece.parameter for piece in self.pieces.values()]
         places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in parameters]
         if places != self._places:
+            self._places = places
             self._held = {name: piece.of_engine() for name, piece in self.pieces.items()}
-            self._table, self._places = Table(list(self._held.values())), places
+            self._table = Table(list(self._held.values()))

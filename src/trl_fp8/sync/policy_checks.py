@@ -1,5 +1,5 @@
-"""Checks of a policy before an engine follows it: vLLM loads its type, knows its path, ties the same embeddings,
-and all values are finite.
+"""Checks of a policy before an engine follows it: vLLM can load its type from its path, ties the same embeddings and
+holds the same tensors, and all values are finite.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,13 @@ from .shards import local_part
 
 def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
     """Raise `ValueError` for a policy that no engine can follow, without starting one."""
-    for config in model.peft_config.values() if is_peft_model(model) else ():
+    peft_configs = model.peft_config.values() if is_peft_model(model) else ()
+    for config in peft_configs:
         if config.is_prompt_learning or config.is_adaption_prompt:
             raise ValueError(
                 f"peft_config={type(config).__name__}(...), which is peft_type={config.peft_type.value!r}: it trains "
-                "vectors that attention reads beside the tokens. They are no part of any weight, so that a sync could "
-                "not bring them to the engine, which would sample from the policy without them. Use LoraConfig, or "
+                "vectors that attention reads beside the tokens. They are not weights, so a sync cannot send them, "
+                "and the engine would sample without them. Use LoraConfig, or "
                 f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS} (TRL alone)."
             )
     servable.require_servable(outline_of(model), resolve)
@@ -36,7 +37,8 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
             "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
             "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
         )
-    stored = type(model.config).from_pretrained(model.name_or_path)  # vLLM builds its model from it
+    # vLLM builds its model from the stored config, at the policy's commit (`Platform.arguments`)
+    stored = type(model.config).from_pretrained(model.name_or_path, revision=model.config._commit_hash)
     tokens, tokens_stored = (config.get_text_config().vocab_size for config in (model.config, stored))
     if tokens != tokens_stored:
         raise ValueError(
@@ -61,10 +63,12 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
 
 
 def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
-    """Raise `ValueError` naming some of the tensors that an engine holds under other names, or in another form."""
-    # A sync would fail as well, but later, and could not say whether vLLM holds this model differently or a tensor was
-    # lost. A dtype of None: the engine may have any, and the copy is rounded to it
-    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}
+    """Raise `ValueError` if the engine's tensors have other names than the policy's, or another shape or dtype. The
+    message names some of them.
+    """
+    # Without this check the first sync would fail. Its error could not say whether vLLM holds this model differently
+    # or whether a tensor was lost
+    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}  # shape and dtype; None: it is rounded to the engine's
     for name, shape in outline_of(model).parameters.items():
         fp8 = name in recipe.fp8_tensors
         sent[recipe.engine_name(name)] = shape, E4M3 if fp8 else None
@@ -88,12 +92,12 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
 
 
 def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
-    """Return the difference between the engine's tensor and what is sent; None if it can be written."""
+    """Describe the difference between the engine's tensor and the tensor that is sent; None if that can be written."""
     piece = layout.pieces[name]
     target = piece.of_engine()
     try:
         part = piece.of_sent(torch.empty(shape, device="meta")).shape
-    except (RuntimeError, ValueError):  # of fewer dims, or another size
+    except (RuntimeError, ValueError, IndexError):  # another size, or fewer dims
         part = torch.Size(shape)
     if [size for size in target.shape if size != 1] != [size for size in part if size != 1]:
         return f"is {list(target.shape)} where {list(part)} is sent"
@@ -104,13 +108,13 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     """Raise `ValueError` naming parameters and persistent buffers that are not finite in the engine's BF16.
 
     Reads every parameter (under FSDP2 and ZeRO-3 this rank's shard) once and waits for the device once. `reduce_max`
-    replaces a tensor by its maximum over ranks, so that all ranks raise or none does. A rank that went on alone would
-    hang.
+    replaces a tensor by its maximum over ranks. With it all ranks raise or none does; a rank that continued alone
+    would hang in the next collective.
     """
-    both = [*model.named_parameters(), *persistent_buffers(model)]
-    named = [(name, local_part(tensor)) for name, tensor in both if tensor.is_floating_point()]
-    # Extremes are rounded to BF16, where a finite FP32 number may be infinite. A norm would take 15 times as long on
-    # CPU
+    tensors = [*model.named_parameters(), *persistent_buffers(model)]
+    named = [(name, local_part(tensor)) for name, tensor in tensors if tensor.is_floating_point()]
+    # If there is NaN or infinity, an extreme is not finite; a norm would take 15 times as long on CPU. The extremes
+    # are rounded to BF16, where a finite FP32 number may be infinite
     extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for _, t in named]
     bad = (~torch.isfinite(torch.stack([pair.bfloat16() for pair in extremes]))).any(1).float()
     if reduce_max is not None:

@@ -1,9 +1,9 @@
-"""Records of a delivery: the tensors that it gets, the value that goes with them, and the report that it returns."""
+"""Records of a delivery: the tensors to send, the value carried beside them, the report; and what rollouts are for."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -11,14 +11,15 @@ from .writer import SentTensor
 
 
 class CarriedValue(Protocol):
-    """A value that a delivery writes beside the weights (scales of an FP8 KV cache). The same on every rank."""
+    """A value that a delivery writes beside the weights (scales of an FP8 KV cache). It is the same on every rank."""
 
-    name: str  # as an audit and a `SyncReport` call it
-    value: object  # what was sent last; None: there is nothing to send yet
+    name: str  # its name in an audit and a `SyncReport`
+    value: object  # the value to send, after a delivery the one that the engine holds; None: nothing to send yet
 
     def prepare(self) -> None:
-        """Make `value` that of the policy as it is now; may be a collective. `ValueError` if that cannot be computed:
-        then `value` stays what it was, which the engine still holds.
+        """Compute `value` anew from the policy's current weights. May be a collective.
+
+        Raises `ValueError` if it cannot be computed, and leaves `value` at what the engine holds.
         """
 
     def write(self) -> None:
@@ -28,22 +29,34 @@ class CarriedValue(Protocol):
         """Raise `RuntimeError` unless the engine holds `value`, in every copy that it keeps."""
 
     def digest(self) -> torch.Tensor:
-        """Checksum of `value`, an int64 scalar, which is compared over ranks."""
+        """Return a checksum of `value`, an int64 scalar, which the audit compares over ranks."""
 
 
-Tensors = Callable[[], AbstractContextManager[Iterator[SentTensor]]]  # opens parameters of a policy, a collective
+# Opens the source of the tensors that a delivery sends, in a `with` block. Calling it and iterating are collectives
+Tensors = Callable[[], AbstractContextManager[Iterator[SentTensor]]]
+
+
+class Occasion(NamedTuple):
+    """Purpose of a generation. With the number of the call it seeds the sampling, so a resumed run samples what an
+    uninterrupted one does.
+    """
+
+    run_seed: int
+    step: int
+    training: int  # 1: training; 0: evaluation
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One finished sync."""
+    """Report of one finished sync."""
 
-    seconds: float  # wall time; of it:
-    quantize_seconds: float  # quantizing and writing, as the host sees it; on a GPU the device may go on
-    prepare_seconds: float  # computing what is carried
-    audited_tensors: int  # read back and compared
-    bytes_sent: int  # of what was written, as the engine holds it on this rank, scales included
-    fp8_weights: int
-    weight_relative_error: float  # root of the squared quantization error over the squared weight, of sampled own rows
+    seconds: float  # wall time, of which the next two are parts
+    quantize_seconds: float  # quantizing and writing, as the host sees it; on a GPU the device may still be at work
+    prepare_seconds: float  # computing the carried value
+    audited_tensors: int  # number of tensors that were read back and compared
+    bytes_sent: int  # size of the written tensors in the engine on this rank, scales included
+    fp8_weights: int  # number of weights in FP8
+    # sqrt(sum of squared quantization errors / sum of squared weights), over a sample of this rank's rows
+    weight_relative_error: float
     dead_blocks: dict[str, int]  # FP8 weight -> number of its blocks that are as good as zero
-    carried: Mapping[str, object]  # name -> value of what was sent beside the weights
+    carried: Mapping[str, object]  # name -> the value that was sent beside the weights

@@ -1,9 +1,9 @@
 """The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names.
 
-FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, and its scales under the name of the format
-any other    -> rounded to BF16, or, where an engine holds it in FP32, as it is
-buffers      -> as they are
-last: "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
+FP8 weight     rounded to BF16, then quantized: codes "...q_proj.weight", and scales under this name plus a suffix
+other weight   rounded to BF16; in FP32 if engines hold it in FP32
+buffer         unchanged
+KV scales      at the end, as "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -25,21 +25,23 @@ Weight = TypeVar("Weight")
 def by_scale(
     parameters: Iterable[tuple[str, Weight]], recipe: FP8Recipe, expected: Collection[str] = (), copy: bool = False
 ) -> Iterator[dict[str, Weight]]:
-    """Yield parameters one by one, but FP8 weights that share a scale together.
+    """Yield parameters in groups `{checkpoint name: parameter}`: FP8 weights that share a scale together, any other
+    parameter alone.
 
     Args:
-        parameters: `(checkpoint name, its tensor or what stands for it)`.
-        expected: FP8 weights; a `RuntimeError` at the end names those that were missing.
-        copy: The next parameter may change the last one: weights that wait for others of their scale are BF16 copies.
+        parameters: `(checkpoint name, tensor or a record that stands for it)`.
+        expected: Names of FP8 weights that must be among them. A `RuntimeError` at the end names the missing ones.
+        copy: Whether to keep copies, in BF16, of weights that wait for others of their scale. Necessary if the source
+            may change a tensor when it yields the next one.
     """
-    due: dict[str, Weight] = {}
+    waiting: dict[str, Weight] = {}
     missing = set(expected)
     for name, parameter in parameters:
         missing.discard(name)
         group = recipe.sharing_scale(name)
-        due[name] = parameter.detach().to(torch.bfloat16, copy=True) if copy and len(group) > 1 else parameter
-        if all(peer in due for peer in group):
-            yield {peer: due.pop(peer) for peer in group}
+        waiting[name] = parameter.detach().to(torch.bfloat16, copy=True) if copy and len(group) > 1 else parameter
+        if all(peer in waiting for peer in group):
+            yield {peer: waiting.pop(peer) for peer in group}
     if missing:
         raise RuntimeError(
             f"the policy lacks {len(missing)} weights that the engine expects in FP8: {listed(sorted(missing))}. "
@@ -53,10 +55,10 @@ def weight_stream(
     kv_scales: KVScales | None = None,
     buffers: Iterable[NamedTensor] = (),
 ) -> Iterator[NamedTensor]:
-    """Yield `(name in a checkpoint, tensor)` for a policy's `(checkpoint name, full tensor)`.
+    """Yield `(name in an FP8 checkpoint, tensor)` for a policy's `(checkpoint name, full tensor)`.
 
-    A parameter that is BF16 already is not copied: the consumer copies it before it asks for the next. One parameter
-    is copied at a time, or the two or three that share a scale.
+    A parameter that is BF16 already is not copied, so the consumer has to copy it before it requests the next one. Of
+    other parameters only one copy exists at a time, or the two or three copies of those that share a scale.
     """
     for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
         rounded = [
@@ -72,7 +74,9 @@ def weight_stream(
             yield from zip(map(recipe.stored_name, weights), rounded, strict=True)
     for name, buffer in buffers:
         yield recipe.stored_name(name), buffer.detach()
-    for layer in kv_scales.layers if kv_scales is not None else ():
+    if kv_scales is None:
+        return
+    for layer in kv_scales.layers:
         if layer not in recipe.kv_cache_skip_layers:
             for which, value in zip(QKV, kv_scales.values[layer], strict=True):
                 yield recipe.stored_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()

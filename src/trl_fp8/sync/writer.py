@@ -1,14 +1,15 @@
 """Writes a policy into an engine's own tensors.
 
-    FP8 weight     this rank's part -> rounded to BF16 -> Q(W): codes and scales, where the engine reads them
-    FP8 codes      this rank's part -> codes and scales as they are
-    any other      this rank's part -> copied, and so rounded to the engine's dtype
-    buffers        copied as they are
-    derived        computed anew from what was written, as the engine's kernels compute it
+    FP8 weight     this rank's part is rounded to BF16 and quantized: codes and scales into the engine's tensors
+    FP8 codes      this rank's part of codes and scales is copied
+    other weight   this rank's part is copied, which rounds it to the engine's dtype
+    buffer         copied
+    derived        computed anew from the written tensors, as vLLM computes it after a load
 
-The writer keeps a checksum of everything that it computes; the audit compares it with what the engine holds. Writing
-does not synchronize with the device. The only copy on the way is a tensor parallel rank's part of a fused q, k and v.
-vLLM's own loader would gather the shards of a fused layer, copy them and process the layer again.
+The writer keeps a checksum of everything that it computes, and the audit compares the checksums with the engine's
+tensors. Writing does not synchronize with the device. On the way to the engine nothing is copied except a tensor
+parallel rank's part of a fused q, k and v. vLLM's own loader would gather the shards of a fused layer, copy them and
+process the layer again.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,75 +28,78 @@ from .shards import WrittenCodes
 from .weight_stream import NamedTensor, by_scale
 
 
-# (checkpoint name, full tensor). An FP8 weight may be a `Float8Tensor`, or `WrittenCodes` if the engine holds it
+# (checkpoint name, full tensor). An FP8 weight may be a `Float8Tensor`, or `WrittenCodes` if the engine has it already
 SentTensor = tuple[str, torch.Tensor | WrittenCodes]
-SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # weights, and rows of each, whose quantization error is measured
+SAMPLED_WEIGHTS = 8  # about how many weights have their quantization error measured
+SAMPLED_ROWS = 128  # rows of such a weight that are measured
 
 
 class Writer:
-    """One write of a policy, or of the part of it that is in `layout`."""
+    """One write of a policy, or of those of its tensors that are in `layout`."""
 
     def __init__(self, layout: Layout, recipe: FP8Recipe, *, one_by_one: bool = False):
         """Start a write. With `one_by_one` each tensor is written before the source yields the next one.
 
-        That is for a source which then changes the tensor: it unmerges an adapter, or gathers the next parameter into
-        the same memory.
+        This is necessary if the source changes a tensor when it yields the next one, because it unmerges an adapter or
+        gathers the next parameter into the same memory.
         """
         self._layout, self._pieces, self._held = layout, layout.pieces, layout.held
         self._recipe = recipe
         self._one_by_one = one_by_one
-        self._weights: list[tuple[str, Destination]] = []  # FP8 weights that are noted, but not written yet
-        self._copies: list[tuple[str, torch.Tensor]] = []  # other tensors, likewise
+        self._weights: list[tuple[str, Destination]] = []  # queue of FP8 weights that are not written yet
+        self._copies: list[tuple[str, torch.Tensor]] = []  # queue of other tensors that are not written yet
         self.sums: dict[str, torch.Tensor] = {}  # name in the engine -> checksum of what was written, on the device
         self.finite: dict[str, torch.Tensor] = {}  # name of a tensor that was copied -> whether all of it is finite
-        self.unknown: list[str] = []  # names that the engine does not have
-        self.fp8_weights = 0
+        self.unknown: list[str] = []  # names of sent tensors that the engine does not have
+        self.fp8_weights = 0  # number of FP8 weights
         every = max(1, len(recipe.fp8_tensors) // SAMPLED_WEIGHTS)
-        self._sampled = frozenset(sorted(recipe.fp8_tensors)[::every])
-        self._errors: list[torch.Tensor] = []  # sums of squares (error, weight), `[2]`
+        self._sampled = frozenset(sorted(recipe.fp8_tensors)[::every])  # the same names on all ranks
+        self._errors: list[torch.Tensor] = []  # `[2]` for each sampled weight: sums of squares of error and weight
 
     def write(self, parameters: Iterable[SentTensor], buffers: Iterable[NamedTensor] = ()) -> None:
         """Write a policy's parameters, in model order, and buffers; `RuntimeError` if FP8 weights are missing.
 
-        Of `WrittenCodes` only the checksums are noted. They cover all ranks once `parameters` is exhausted.
+        `WrittenCodes` are not written again; their checksums are kept. These are complete once `parameters` is
+        exhausted.
         """
         expected = [name for name in self._recipe.fp8_tensors if self._recipe.engine_name(name) in self._pieces]
-        # 1. Parameters. Unless they come one by one, they are only noted here and written together below: hundreds of
+        # 1. Parameters. Unless `one_by_one`, they are queued here and written together below, because hundreds of
         # launches for small tensors would take longer than the copies
-        for weights in by_scale(parameters, self._recipe, expected, copy=self._one_by_one):
-            name, parameter = next(iter(weights.items()))
+        for group in by_scale(parameters, self._recipe, expected, copy=self._one_by_one):
+            name, parameter = next(iter(group.items()))
             if isinstance(parameter, WrittenCodes):
-                self._note(name, parameter.own, parameter.sums)
+                self._count(name, parameter.own_rows, parameter.sums)
             elif isinstance(parameter, Float8Tensor):
-                for name, codes in weights.items():
+                for name, codes in group.items():
                     stored = codes.qdata, stored_scale(codes, self._recipe.format)
                     for engine_name, tensor in zip(self._names(name), stored, strict=True):
-                        self._copy(engine_name, tensor)
+                        self._queue_copy(engine_name, tensor)
                     self.fp8_weights += 1
-            elif self._recipe.fp8_tensors.issuperset(weights):
-                self._quantize(weights)
+            elif self._recipe.fp8_tensors.issuperset(group):
+                self._queue_quantized(group)
             else:
-                for name, parameter in weights.items():
-                    self._copy(self._recipe.engine_name(name), parameter)
+                for name, parameter in group.items():
+                    self._queue_copy(self._recipe.engine_name(name), parameter)
             if self._one_by_one:
                 self._flush()
         # 2. Buffers
         for name, buffer in buffers:
-            self._copy(self._recipe.engine_name(name), buffer)
+            self._queue_copy(self._recipe.engine_name(name), buffer)
         self._flush()
-        # 3. Tensors derived from what was just written, one at a time: together they are as large as many weights
+        # 3. Tensors derived from those just written, one at a time, because together they are as large as many weights
         for piece in self._layout.derived:
-            self._copy(piece.name, piece.derived())
+            self._queue_copy(piece.name, piece.derived())
             self._flush()
 
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
-        """Return `SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once, or twice.
+        """Return `SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once, or twice if there
+        are dead blocks.
 
-        `ValueError` names the tensors that are not finite. `reduce_max` replaces a tensor by its maximum over ranks:
-        all of them raise, or none.
+        `ValueError` names the tensors that are not finite. `reduce_max` replaces a tensor by its maximum over ranks,
+        so that all ranks raise or none does.
         """
-        # 1. A flag for each copied tensor and each FP8 weight: 1 if it is not finite. Then one of a weight's scales is
-        # not finite either, and these are few numbers
+        # 1. A flag for each copied tensor and each FP8 weight: 1 if it is not finite. For an FP8 weight it is enough
+        # to read the few scales, because a scale of a block with NaN or infinity is not finite either
         recipe = self._recipe
         fp8_weights = [name for name in sorted(recipe.fp8_tensors) if recipe.scale_name(name) in self._held]
         scales = [self._held[recipe.scale_name(name)] for name in fp8_weights]
@@ -124,65 +128,67 @@ class Writer:
             if least <= limit:
                 dead[name] = (as_blocks(scale).float() <= limit).sum()
         counts = torch.stack(list(dead.values())).tolist() if dead else []
-        return (error / weight) ** 0.5 if weight else 0.0, dict(zip(dead, counts, strict=True))
+        relative_error = (error / weight) ** 0.5 if weight else 0.0
+        return relative_error, dict(zip(dead, counts, strict=True))
 
     def _names(self, name: str) -> tuple[str, str]:
         return self._recipe.engine_name(name), self._recipe.scale_name(name)
 
-    def _quantize(self, weights: dict[str, torch.Tensor]) -> None:
-        """Note the FP8 weights of one scale, to be written."""
-        # The maximum over whole weights, not over this rank's part: all ranks have to compute the same scale
+    def _queue_quantized(self, weights: dict[str, torch.Tensor]) -> None:
+        """Queue FP8 weights that share a scale, or one that shares none."""
+        # The maximum over whole weights, not over this rank's part, because all ranks have to compute the same scale
         amax = common_amax(list(weights.values()), self._recipe.format)
         for name, weight in weights.items():
             codes_name, scale_name = self._names(name)
-            if unknown := [each for each in (codes_name, scale_name) if each not in self._pieces]:
+            unknown = [each for each in (codes_name, scale_name) if each not in self._pieces]
+            if unknown:
                 self.unknown += unknown
                 continue
             part = self._pieces[codes_name].of_sent(weight)
             scale = as_blocks(self._held[scale_name])
             self._weights.append((name, Destination(part, self._held[codes_name], scale, amax)))
-            if self._pieces[codes_name].is_copied:  # write it now: copies of all weights would not fit
+            if self._pieces[codes_name].is_copied:  # write it now, because copies of all weights would not fit
                 self._flush()
 
-    def _copy(self, name: str, tensor: torch.Tensor) -> None:
-        """Note a tensor to be copied, by its name in the engine."""
+    def _queue_copy(self, name: str, tensor: torch.Tensor) -> None:
+        """Queue a tensor to be copied, by its name in the engine."""
         if name not in self._pieces:
             self.unknown.append(name)
             return
         part = self._pieces[name].of_sent(tensor.detach())
-        # Shapes may differ by dims of size 1: the one scale of a whole weight, a bias as one row
+        # Shapes may differ by dims of size 1: the one scale of a whole weight is 0-d, a bias may be one row
         self._copies.append((name, part.view_as(self._held[name])))
         if self._pieces[name].is_copied:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what is noted: in place, into the tensors that the engine's kernels read."""
+        """Write the queued tensors in place, into the tensors that the engine's kernels read."""
         recipe = self._recipe
         if self._weights:
             options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
             sums = quantize_into([destination for _, destination in self._weights], *options)
-            for (name, destination), both in zip(self._weights, sums.unbind(), strict=True):
-                self._note(name, destination, both)
+            for (name, destination), sums_2 in zip(self._weights, sums.unbind(), strict=True):
+                self._count(name, destination, sums_2)
         if self._copies:
             names, tensors = zip(*self._copies, strict=True)
             # One launch for all, which rounds to the engine's dtype as it copies
             torch._foreach_copy_([self._held[name] for name in names], list(tensors))
-            # Checksums of the sent tensors, which are rounded once more here: checksums of the written tensors would
-            # match even after a wrong write
+            # Checksums of the sent tensors, rounded once more. Checksums of the written tensors would match even after
+            # a wrong write
             sums, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
             self.sums |= zip(names, sums.unbind(), strict=True)
             self.finite |= zip(names, finite.unbind(), strict=True)
         self._weights, self._copies = [], []
 
-    def _note(self, name: str, written: Destination | None, sums: torch.Tensor) -> None:
-        """Count an FP8 weight and keep its checksums `[2]`. `written`: the part that this rank wrote, if any."""
+    def _count(self, name: str, written: Destination | None, sums: torch.Tensor) -> None:
+        """Count an FP8 weight, keep its checksums `[2]`, and measure the error of this rank's part, if it has one."""
         self.sums |= zip(self._names(name), sums.unbind(), strict=True)
         self.fp8_weights += 1
         if written is not None and name in self._sampled:
             self._errors.append(self._error_of(written))
 
     def _error_of(self, destination: Destination) -> torch.Tensor:
-        """Return the sums of squares of error and weight over the first rows (of the first expert), fp32 `[2]`."""
+        """Return the sums of squares of error and weight, fp32 `[2]`, over the first rows (of the first expert)."""
         first = (0,) * (destination.weight.dim() - 2)
         weight, codes, scale = (tensor[first] for tensor in destination[:3])
         codes = first_rows(held_weight(codes, scale, self._recipe.format), SAMPLED_ROWS)

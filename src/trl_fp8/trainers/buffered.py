@@ -1,7 +1,8 @@
-"""Base of TRL's GOLD and IW-OPD, which distill slices of a batch: those of the dataset, and those that they generate.
+"""Base of `FP8GOLDTrainer` and `FP8IWOPDTrainer`. Each slice of their batch has completions of the dataset, or
+completions that the policy generates.
 
-They have no method that only generates. But they call the engine's `sync_weights` and `generate`, and nothing else of
-it, so that a step's hooks stand there.
+TRL's trainers have no method to override that only generates. But they call only two methods of the engine,
+`sync_weights` and `generate`. So the hooks of a generation are called in `generate`.
 """
 
 from dataclasses import dataclass
@@ -19,16 +20,17 @@ IGNORED = -100  # label of a token that is not trained on
 class BufferedConfig(DistillingConfig):
     """Base of the configs of GOLD and IW-OPD."""
 
-    # Not flags: what GRPO's config has and theirs lack
+    # Attributes of GRPO's config that theirs lack. They are not flags
     generation_batch_size = generation_kwargs = min_p = None
-    repetition_penalty, mask_truncated_completions = 1.0, False
+    repetition_penalty = 1.0
+    mask_truncated_completions = False
 
     def __post_init__(self):
         super().__post_init__()
         if self.own_engine and self.vllm_sync_frequency != 1:
             raise ValueError(
-                f"vllm_sync_frequency={self.vllm_sync_frequency} with {type(self).__name__}: every generation is of "
-                "the policy as it is, and audited as such. Set vllm_sync_frequency=1."
+                f"vllm_sync_frequency={self.vllm_sync_frequency} with {type(self).__name__}: each generation needs "
+                "the current weights, which its audit checks. Set vllm_sync_frequency=1."
             )
 
     @property
@@ -42,55 +44,60 @@ class Buffered(Distilling):
     has_prompts = False
     num_iterations = 1
     _last_loaded_step = -1  # below 0: the next generation syncs
-    _generating = False
+    _is_generating = False
 
     def _make_generation(self, **kwargs) -> object:
         generation = super()._make_generation(**kwargs)
         if self.features:
-            self._sync, self._sample = generation.sync_weights, generation.generate
-            generation.sync_weights, generation.generate = self._sync_within, self._generate_hooked
+            self._engine_sync = generation.sync_weights
+            self._engine_generate = generation.generate
+            generation.sync_weights = self._sync_if_generating
+            generation.generate = self._generate_with_hooks
         return generation
 
-    def _sync_within(self) -> None:
-        """Sync, but not where TRL does: there features do not know yet what will be generated."""
-        if self._generating:
-            self._sync()
+    def _sync_if_generating(self) -> None:
+        """Sync only inside a generation. TRL also calls this before, when features do not know the prompts yet."""
+        if self._is_generating:
+            self._engine_sync()
 
-    def _generate_hooked(self, prompts: list[list[int]], images: list | None, num_generations: int) -> tuple:
+    def _generate_with_hooks(self, prompts: list[list[int]], images: list | None, num_generations: int) -> tuple:
         for feature in self.features:
             feature.before_generation(prompts)
         for feature in self.features:
             feature.before_turn(prompts)
         require_room(prompts, self.context)
-        self._generating = True
+        self._is_generating = True
         try:
             if self._last_loaded_step < 0:
-                self._sync()
+                self._engine_sync()
                 self._last_loaded_step = self.state.global_step
-            output = self._sample(prompts, images, num_generations)
+            output = self._engine_generate(prompts, images, num_generations)
         finally:
-            self._generating = False
+            self._is_generating = False
         rollouts = Rollouts(*output[:2])
         for feature in self.features:
             feature.after_generation(rollouts)
-        self._note(rollouts.metrics)
+        self._add_metrics(rollouts.metrics)
         return output
 
     def _fill_buffer(self, generation_batch, buffer_steps: int) -> None:
         super()._fill_buffer(generation_batch, buffer_steps)
-        for index, generated in enumerate(self.generated_slices if self.features else ()):
-            if generated:
+        if not self.features:
+            return
+        for index, is_generated in enumerate(self.generated_slices):
+            if is_generated:
                 inputs = self._buffered_inputs[index]
-                columns = inputs["prompts"].shape[1]
+                prompt_columns = inputs["prompts"].shape[1]
                 tensors = {
-                    PROMPT_IDS: inputs["input_ids"][:, :columns],
-                    COMPLETION_IDS: inputs["input_ids"][:, columns:],
-                    COMPLETION_MASK: (inputs["labels"][:, columns:] != IGNORED).long(),
+                    PROMPT_IDS: inputs["input_ids"][:, :prompt_columns],
+                    COMPLETION_IDS: inputs["input_ids"][:, prompt_columns:],
+                    COMPLETION_MASK: (inputs["labels"][:, prompt_columns:] != IGNORED).long(),
                 }
-                added = {name: value for name, value in self.extended(dict(tensors)).items() if name not in tensors}
+                extended = self.extend_batch(dict(tensors))
+                added = {name: value for name, value in extended.items() if name not in tensors}
                 self._buffered_inputs[index] = inputs | added
 
     @property
     def generated_slices(self) -> list[bool]:
-        """Return for each slice of the buffer whether the policy generated it."""
+        """Return, for each slice of the buffer, whether the policy generated it."""
         raise NotImplementedError

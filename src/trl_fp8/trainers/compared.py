@@ -1,4 +1,4 @@
-"""Log-probs of the engine for trainers of TRL's that ask it for none, and the flags of a correction by them."""
+"""The engine's log-probs for TRL's trainers that do not request any, and the flags of a correction that uses them."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ComparedFlags:
 class Compared:
     """Base of a trainer whose batch gets the engine's log-probs. It stands before `FP8Rollouts`."""
 
-    _rollout_logps: list[list[float]] = []  # of the latest generation
+    _rollout_logps: list[list[float]] = []  # log-probs of the latest generation, a list for each completion
 
     @property
     def compared(self) -> bool:
@@ -35,18 +35,18 @@ class Compared:
     def _make_generation(self, **kwargs) -> object:
         if not self.compared:
             return super()._make_generation(**kwargs)
-        generation = super()._make_generation(**kwargs | {"logprobs": 0})  # of the sampled token
+        generation = super()._make_generation(**kwargs | {"logprobs": 0})  # 0: only the sampled token's log-prob
         generate = generation.generate
 
-        def noting_logps(*args, **kwargs) -> tuple:
+        def generate_and_keep_logps(*args, **kwargs) -> tuple:
             output = generate(*args, **kwargs)
-            # TRL turns a NaN into None; the correction counts those that are missing
+            # TRL has None in place of NaN. The correction counts NaN as missing
             self._rollout_logps = [
                 [math.nan if token[0] is None else token[0] for token in completion] for completion in output[2]
             ]
             return output
 
-        generation.generate = noting_logps
+        generation.generate = generate_and_keep_logps
         return generation
 
     def rollout_logps(self, trainer_logps: torch.Tensor) -> torch.Tensor:

@@ -12,22 +12,17 @@ from trl_fp8.rollouts import FP8Rollouts
 from .distilling import Distilling, DistillingConfig
 
 
+@documented
 @dataclass
 class FP8DistillationConfig(DistillingConfig, *groups_for(DistillationConfig), DistillationConfig):
     """Configuration of `FP8DistillationTrainer`: every field of `trl.DistillationConfig`, and the ones below."""
 
-    _VALID_DICT_FIELDS = DistillationConfig._VALID_DICT_FIELDS + [
-        name for group in groups_for(DistillationConfig) for name in group.AS_JSON
-    ]
-
+    # TRL's distillation lacks these two fields of its GRPO config. It generates once for each optimizer step
     generation_batch_size = None
 
     @property
     def steps_per_generation(self) -> int:
-        return self.gradient_accumulation_steps  # TRL generates once for each optimizer step
-
-
-FP8DistillationConfig.__doc__ = documented(FP8DistillationConfig, DistillationConfig)
+        return self.gradient_accumulation_steps
 
 
 class FP8DistillationTrainer(Distilling, FP8Rollouts, DistillationTrainer):
@@ -36,7 +31,7 @@ class FP8DistillationTrainer(Distilling, FP8Rollouts, DistillationTrainer):
     config_class = FP8DistillationConfig
     _tag_names = ["trl", "distillation", "fp8"]
     _name = "Distillation with FP8 rollouts"
-    num_iterations = 1
+    num_iterations = 1  # optimizer steps on a batch of rollouts
 
     @wraps(DistillationTrainer.__init__)
     def __init__(self, *args, **kwargs):

@@ -10,16 +10,10 @@ from trl_fp8.trainer import FP8GRPOTrainer
 from .sequence_weights import SequenceConfig, SequenceWeights
 
 
+@documented
 @dataclass
 class FP8GMPOConfig(SequenceConfig, *groups_for(GMPOConfig), GMPOConfig):
     """Configuration of `FP8GMPOTrainer`: every field of `trl.experimental.gmpo.GMPOConfig`, and the ones below."""
-
-    _VALID_DICT_FIELDS = GMPOConfig._VALID_DICT_FIELDS + [
-        name for group in groups_for(GMPOConfig) for name in group.AS_JSON
-    ]
-
-
-FP8GMPOConfig.__doc__ = documented(FP8GMPOConfig, GMPOConfig)
 
 
 class FP8GMPOTrainer(SequenceWeights, FP8GRPOTrainer, GMPOTrainer):

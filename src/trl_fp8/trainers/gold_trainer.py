@@ -12,16 +12,10 @@ from trl_fp8.rollouts import FP8Rollouts
 from .buffered import Buffered, BufferedConfig
 
 
+@documented
 @dataclass
 class FP8GOLDConfig(BufferedConfig, *groups_for(GOLDConfig), GOLDConfig):
     """Configuration of `FP8GOLDTrainer`: every field of `trl.experimental.gold.GOLDConfig`, and the ones below."""
-
-    _VALID_DICT_FIELDS = GOLDConfig._VALID_DICT_FIELDS + [
-        name for group in groups_for(GOLDConfig) for name in group.AS_JSON
-    ]
-
-
-FP8GOLDConfig.__doc__ = documented(FP8GOLDConfig, GOLDConfig)
 
 
 class FP8GOLDTrainer(Buffered, FP8Rollouts, GOLDTrainer):

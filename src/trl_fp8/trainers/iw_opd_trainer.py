@@ -12,16 +12,10 @@ from trl_fp8.rollouts import FP8Rollouts
 from .buffered import Buffered, BufferedConfig
 
 
+@documented
 @dataclass
 class FP8IWOPDConfig(BufferedConfig, *groups_for(IWOPDConfig), IWOPDConfig):
     """Configuration of `FP8IWOPDTrainer`: every field of `trl.experimental.iw_opd.IWOPDConfig`, and the ones below."""
-
-    _VALID_DICT_FIELDS = IWOPDConfig._VALID_DICT_FIELDS + [
-        name for group in groups_for(IWOPDConfig) for name in group.AS_JSON
-    ]
-
-
-FP8IWOPDConfig.__doc__ = documented(FP8IWOPDConfig, IWOPDConfig)
 
 
 class FP8IWOPDTrainer(Buffered, FP8Rollouts, IWOPDTrainer):

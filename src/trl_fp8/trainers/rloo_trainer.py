@@ -1,4 +1,4 @@
-"""`FP8RLOOTrainer`: TRL's `RLOOTrainer` with FP8 rollouts, and with the engine's log-probs, which TRL drops."""
+"""`FP8RLOOTrainer`: TRL's `RLOOTrainer` with FP8 rollouts. It keeps the engine's log-probs, which TRL drops."""
 
 from dataclasses import dataclass
 from functools import wraps
@@ -17,50 +17,47 @@ from .sequence_weights import SequenceConfig, SequenceWeights
 
 @dataclass
 class _ComparedConfig(ComparedFlags, RLOOConfig):
-    """TRL's `RLOOConfig` with the flags of a correction."""
+    """TRL's `RLOOConfig` with the flags of a rollout correction."""
 
-    loss_type = None  # no flag: RLOO has one loss
+    loss_type = None  # a plain attribute, no field: RLOO has one loss, but shared code reads args.loss_type
 
 
+@documented
 @dataclass
 class FP8RLOOConfig(SequenceConfig, *groups_for(_ComparedConfig), _ComparedConfig):
     """Configuration of `FP8RLOOTrainer`: every field of `trl.RLOOConfig`, and the ones below."""
-
-    _VALID_DICT_FIELDS = RLOOConfig._VALID_DICT_FIELDS + [
-        name for group in groups_for(_ComparedConfig) for name in group.AS_JSON
-    ]
 
     @property
     def own_engine(self) -> bool:
         return super().own_engine or self.correction is not None
 
 
-FP8RLOOConfig.__doc__ = documented(FP8RLOOConfig, RLOOConfig)
-
-
 class _ComparedRLOO(RLOOTrainer):
-    """TRL's `RLOOTrainer`, whose batch has the log-probs of both sides, under GRPO's keys."""
+    """TRL's `RLOOTrainer` whose batch has the log-probs of trainer and engine, under the keys of TRL's GRPO."""
 
-    _scored: list[torch.Tensor] | None = None  # log-probs of each pass since a generation began
+    # Log-probs `[B, T]` of each pass over the current generation; None outside of `_generate_and_score_completions`
+    _logps_of_passes: list[torch.Tensor] | None = None
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
-        self._scored = []
+        self._logps_of_passes = []
         tensors = super()._generate_and_score_completions(inputs)
         if self.compared:
-            trainer_logps = self._scored[0]  # the first pass is the policy's, a second the reference's
+            trainer_logps = self._logps_of_passes[0]  # TRL scores with the policy first, then with the reference
             tensors |= {TRAINER_LOGPS: trainer_logps, ROLLOUT_LOGPS: self.rollout_logps(trainer_logps)}
-        self._scored = None
+        self._logps_of_passes = None
         return tensors
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs) -> tuple:
         output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if self._scored is not None:
-            self._scored.append(output[0])
+        if self._logps_of_passes is not None:
+            self._logps_of_passes.append(output[0])  # output: log-probs, entropies
         return output
 
     def _compute_loss(self, model, inputs: dict) -> torch.Tensor:
         correction = self.args.correction
         if correction is not None and correction.bypass:
+            # With bypass the correction has put the rollouts' log-probs under TRAINER_LOGPS. RLOO reads their sums
+            # under another key, which TRL filled before the correction
             old_logps = (inputs[TRAINER_LOGPS] * inputs[COMPLETION_MASK]).sum(1)
             inputs = inputs | {"old_logps": old_logps}
         return super()._compute_loss(model, inputs)

@@ -12,16 +12,10 @@ from trl_fp8.rollouts import FP8Rollouts
 from .distilling import SelfDistillation, SelfDistillationConfig
 
 
+@documented
 @dataclass
 class FP8SDFTConfig(SelfDistillationConfig, *groups_for(SDFTConfig), SDFTConfig):
     """Configuration of `FP8SDFTTrainer`: every field of `trl.experimental.sdft.SDFTConfig`, and the ones below."""
-
-    _VALID_DICT_FIELDS = SDFTConfig._VALID_DICT_FIELDS + [
-        name for group in groups_for(SDFTConfig) for name in group.AS_JSON
-    ]
-
-
-FP8SDFTConfig.__doc__ = documented(FP8SDFTConfig, SDFTConfig)
 
 
 class FP8SDFTTrainer(SelfDistillation, FP8Rollouts, SDFTTrainer):

@@ -22,18 +22,16 @@ class _ComparedConfig(ComparedFlags, SDPOConfig):
 
     vllm_importance_sampling_correction: bool | None = flag(
         None,
-        "Whether to compare rollouts with the policy and correct the policy loss, where anything is FP8. Not set: if "
-        "there is a policy loss (`distillation_weight` < 1) or a `rollout_correction`.",
+        "Whether to compare log-probs of engine and policy, and to correct the policy loss, if anything is FP8 or "
+        "`rollout_correction` is set. Not set: True with a policy loss (`distillation_weight` < 1) or a "
+        "`rollout_correction`.",
     )
 
 
+@documented
 @dataclass
 class FP8SDPOConfig(SelfDistillationConfig, *groups_for(_ComparedConfig), _ComparedConfig):
     """Configuration of `FP8SDPOTrainer`: every field of `trl.experimental.sdpo.SDPOConfig`, and the ones below."""
-
-    _VALID_DICT_FIELDS = SDPOConfig._VALID_DICT_FIELDS + [
-        name for group in groups_for(_ComparedConfig) for name in group.AS_JSON
-    ]
 
     def __post_init__(self):
         if self.vllm_importance_sampling_correction is None:
@@ -45,7 +43,7 @@ class FP8SDPOConfig(SelfDistillationConfig, *groups_for(_ComparedConfig), _Compa
             settings = ", ".join(f"{name}={value!r}" for name, value in self.truncated_by.items())
             raise ValueError(
                 f"{settings} with {type(self).__name__} and vllm_importance_sampling_correction=True: the engine's "
-                "log-probs are of the tokens that survive, those of SDPO's loss of the whole vocabulary. Set "
+                "log-probs are normalized over the tokens that survive, those of SDPO's loss over all tokens. Set "
                 "top_p=1.0, top_k=0, min_p=None, or vllm_importance_sampling_correction=False."
             )
 
@@ -55,17 +53,15 @@ class FP8SDPOConfig(SelfDistillationConfig, *groups_for(_ComparedConfig), _Compa
 
     @property
     def own_engine(self) -> bool:
+        """Return as `FP8Config`, or True with a correction: TRL's SDPO asks its engine for no log-probs."""
         return super().own_engine or self.correction is not None
-
-
-FP8SDPOConfig.__doc__ = documented(FP8SDPOConfig, SDPOConfig)
 
 
 class FP8SDPOTrainer(SelfDistillation, Compared, FP8Rollouts, SDPOTrainer):
     """TRL's `SDPOTrainer` whose rollouts run in FP8. Takes exactly its arguments.
 
-    The policy loss (`distillation_weight` < 1) is linear in the advantages, which may differ from token to token: they
-    are multiplied by the weights of a correction. The distillation loss compares two models, and has no weights.
+    The policy loss (`distillation_weight` < 1) is linear in the advantages, which may have a value for each token.
+    They are multiplied by the correction weights. The distillation loss compares two models, and is not corrected.
     """
 
     config_class = FP8SDPOConfig
@@ -84,8 +80,9 @@ class FP8SDPOTrainer(SelfDistillation, Compared, FP8Rollouts, SDPOTrainer):
 
     def _compute_policy_loss(self, inputs: dict, student_logits: torch.Tensor) -> torch.Tensor:
         if self.args.correction is not None:
-            inputs = inputs | {
-                "advantages": inputs["advantages"][:, None] * inputs[LOSS_WEIGHTS],
-                COMPLETION_MASK: inputs.get(TOOL_MASK, inputs[COMPLETION_MASK]),  # what a correction left of it
-            }
+            # SDPO has no tools, so only a correction with denominator="shrink" sets TOOL_MASK: 0 at padding and at
+            # tokens that it rejected. SDPO's loss reads COMPLETION_MASK alone
+            counted = inputs.get(TOOL_MASK, inputs[COMPLETION_MASK])
+            weighted = inputs["advantages"][:, None] * inputs[LOSS_WEIGHTS]
+            inputs = inputs | {"advantages": weighted, COMPLETION_MASK: counted}
         return super()._compute_policy_loss(inputs, student_logits)

@@ -1,8 +1,8 @@
 """Correction of losses with one ratio for a whole sequence, as RLOO's and GMPO's.
 
-These losses read no weights, but they are linear in the advantage of a sequence: min(r A, clip(r) A) w is
-min(r w A, clip(r) w A) for w >= 0. So an advantage times w is the loss times w. A weight of one token has no place.
-A KL penalty in the loss is not weighted, as in TRL's GRPO.
+These losses read no correction weights, but they are linear in the advantage of a sequence: min(r A, clip(r) A) w is
+min(r w A, clip(r) w A) for w >= 0. So the advantage is multiplied by the correction weight w, which must be the same
+for all tokens of a sequence. A KL penalty in the loss is not weighted, as in TRL's GRPO.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from trl_fp8.run.batch import COMPLETION_MASK, TOOL_MASK
 
 @dataclass
 class SequenceConfig(FP8Config):
-    """Base of the configs of these trainers: a correction weighs sequences, by default with a ratio of at most 2."""
+    """Base of the configs of these trainers. Without other flags a correction clips the ratio of a sequence at 2."""
 
     fp8_sampling_mode = "sequence_truncate"
 
@@ -24,9 +24,12 @@ class SequenceConfig(FP8Config):
         correction = self.correction
         if correction is None or correction.monitor_only:
             return
-        settings = ["level='token'"] if correction.level == "token" else []
+        settings = []  # with which the correction has a weight for each token
+        if correction.level == "token":
+            settings.append("level='token'")
         settings += [f"reject={rule.statistic!r}" for rule in correction.reject if rule.statistic == "token_ratio"]
-        settings += ["denominator='shrink'"] if correction.denominator == "shrink" else []
+        if correction.denominator == "shrink":
+            settings.append("denominator='shrink'")
         if settings:
             name = type(self).__name__
             raise ValueError(
@@ -41,11 +44,13 @@ class SequenceWeights:
     """Base of a trainer whose loss is linear in the advantages. It stands before TRL's trainer."""
 
     def _compute_loss(self, model, inputs: dict) -> torch.Tensor:
-        # TRL's own ratio, with everything off, is one that TRL's loss ignores
+        # Without a correction TRL may have put its own ratio under this key, which these losses ignore. A literal, as
+        # in TRL's losses: features/correction looks for it to know that a loss reads weights
         weights = inputs.get("importance_sampling_ratio") if self.args.correction is not None else None
         if weights is not None:
-            if weights.shape[1] > 1:  # [B, T]: the same at all tokens that are trained, 1 at the others
+            if weights.shape[1] > 1:  # [B, T]: the same at all trained tokens of a sequence, 1 at the others
                 trained = inputs[COMPLETION_MASK] * inputs.get(TOOL_MASK, 1)
-                weights = weights.gather(1, trained.argmax(1, keepdim=True))
+                first_trained = trained.argmax(1, keepdim=True)
+                weights = weights.gather(1, first_trained)
             inputs = inputs | {"advantages": inputs["advantages"] * weights[:, 0]}
         return super()._compute_loss(model, inputs)

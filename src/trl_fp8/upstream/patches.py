@@ -1,7 +1,7 @@
 """The register of patches to other libraries, and the functions that replace names.
 
-The core's patches stand here; a feature's `__init__.py` adds its own. A patch of a name that is not in the register is
-an error, and so is a patch of a name that the library no longer has.
+The core's patches are listed here; a feature's `__init__.py` adds its own. To patch a name that is not in the register
+is an error, and so is to patch a name that the library no longer has.
 """
 
 import sys
@@ -11,60 +11,90 @@ from types import ModuleType
 from typing import NamedTuple
 
 
-FOR_ONE_BLOCK, FOR_GOOD, REGISTERED, ON_INSTANCES = "for one block", "for good", "registered", "on instances"
+FOR_ONE_BLOCK = "for one block"
+FOR_GOOD = "for good"
+REGISTERED = "registered"  # passed to a function of the library, which from then on uses our class or function
+ON_INSTANCES = "on instances"  # an attribute or the class of objects, not of the library's module
 
 
 class Patch(NamedTuple):
-    """The replacement of the target, the file that makes it, and the reason why there is no other way."""
+    """An entry of the register."""
 
     kind: str  # FOR_ONE_BLOCK, FOR_GOOD, REGISTERED or ON_INSTANCES
-    by: str
-    why: str
+    by: str  # file of this package that patches
+    why: str  # reason why there is no other way
 
 
-PATCHES: dict[str, Patch] = {}  # by target
+PATCHES: dict[str, Patch] = {}  # dotted name of the target -> its patch
 
 
 def register(kind: str, patches: Mapping[str, tuple[str, str]]) -> None:
-    """Add patches to the register: target -> (file of this package that makes it, why)."""
+    """Add patches to the register: dotted name of the target -> (file of this package that patches, why)."""
     PATCHES.update((target, Patch(kind, *entry)) for target, entry in patches.items())
 
 
 _LAYERS = "vllm.model_executor.layers"
-_MODELS, _KERNELS = "vllm.model_executor.models", "vllm.model_executor.kernels.linear"
+_MODELS = "vllm.model_executor.models"
+_KERNELS = "vllm.model_executor.kernels.linear"
+_EXPERIMENTAL = "trl.experimental"
+_ASYNC = f"{_EXPERIMENTAL}.async_grpo.async_grpo_trainer"
+# Modules of TRL that call both `VLLMGeneration(...)` and `create_model_from_path(...)`, and below those that call one
+_TRAINERS = (
+    *("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.distillation_trainer"),
+    *(f"{_EXPERIMENTAL}.gold.gold_trainer", f"{_EXPERIMENTAL}.iw_opd.iw_opd_trainer"),
+)
+_STARTS_ENGINE = (*_TRAINERS, "trl.generation.vllm_generation")  # the last one for SDFT and SDPO
+_LOADS_MODEL = (*_TRAINERS, f"{_EXPERIMENTAL}.sdft.sdft_trainer", f"{_EXPERIMENTAL}.sdpo.sdpo_trainer", _ASYNC)
+_ENGINE_BY_NAME = "TRL constructs its engine by this name and takes no factory; we need our engine there."
+_MODEL_BY_NAME = "TRL loads a whole model by this name; with fp8_base=True we need one without its frozen weights."
 
 
 register(
     FOR_ONE_BLOCK,
-    {
-        "trl.trainer.grpo_trainer.VLLMGeneration": ("rollouts.py", "TRL constructs it by this name; no factory."),
-        "trl.trainer.grpo_trainer.create_model_from_path": ("rollouts.py", "TRL loads a whole model by this name."),
-        "trl.trainer.rloo_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
-        "trl.trainer.rloo_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
-        "trl.trainer.distillation_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
-        "trl.trainer.distillation_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
-        "trl.generation.vllm_generation.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
-        "trl.experimental.gold.gold_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
-        "trl.experimental.gold.gold_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
-        "trl.experimental.iw_opd.iw_opd_trainer.VLLMGeneration": ("rollouts.py", "As in GRPO's module."),
-        "trl.experimental.iw_opd.iw_opd_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
-        "trl.experimental.sdft.sdft_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
-        "trl.experimental.sdpo.sdpo_trainer.create_model_from_path": ("rollouts.py", "As in GRPO's module."),
+    {f"{module}.VLLMGeneration": ("rollouts.py", _ENGINE_BY_NAME) for module in _STARTS_ENGINE}
+    | {f"{module}.create_model_from_path": ("rollouts.py", _MODEL_BY_NAME) for module in _LOADS_MODEL}
+    | {
+        f"{_ASYNC}.AsyncRolloutWorker": (
+            "trainers/async_grpo_trainer.py",
+            "TRL's process of rollouts survives a trainer that is killed, and asks the server for ever.",
+        ),
+        f"{_ASYNC}.RolloutQueueDataset": (
+            "trainers/async_grpo_trainer.py",
+            "TRL drops the version of a sample once it has compared it; we need it in the loss.",
+        ),
+        f"{_ASYNC}.DataCollatorForRollout": (
+            "trainers/async_grpo_trainer.py",
+            "TRL packs a fixed set of keys; we need versions and token ids beside them.",
+        ),
         "accelerate.commands.launch.simple_launcher": (
             "commands/train.py",
-            "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",
+            "accelerate starts a child, loses its exit status, and leaves it running when it is stopped itself; we "
+            "need this process to become the child.",
         ),
-        "trl.trainer.utils._ChunkedLogProbFunction": ("policy/swapped.py", "TRL's output head calls it by this name."),
+        "trl.trainer.utils._ChunkedLogProbFunction": (
+            "policy/swapped.py",
+            "TRL computes log-probs by this name; we need those of the engine's logits.",
+        ),
+        "transformers.trainer.rotate_checkpoints": (
+            "run/saving.py",
+            "transformers deletes old checkpoints before our marker of the new one is gone; we need it after that.",
+        ),
         "transformers.core_model_loading.set_param_for_module": (
             "policy/stored_weights.py",
-            "It puts new parameters into a model that has an optimizer.",
+            "transformers makes new parameters; we need values copied into those that the optimizer has.",
         ),
-        "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
+        "trl.generation.vllm_generation.LLM": (
+            "engine/vllm/generation.py",
+            "TRL passes vLLM a fixed set of arguments; we need further ones.",
+        ),
         f"{_MODELS}.transformers.base.AutoModel": (
             "engine/vllm/environment.py",
-            "It gives the policy's class another base.",
+            "vLLM gives transformers' class another base; we need the policy's class unchanged.",
         ),
-        "torch.ops._C.init_cpu_memory_env": ("engine/vllm/platform.py", "It warns where nothing is bound."),
+        "torch.ops._C.init_cpu_memory_env": (
+            "engine/vllm/platform.py",
+            "vLLM warns on a host with one NUMA node, where nothing has to be bound.",
+        ),
     },
 )
 register(
@@ -72,46 +102,52 @@ register(
     {
         f"{_KERNELS}._POSSIBLE_FP8_BLOCK_KERNELS": (
             "engine/vllm/cpu/reference_linear.py",
-            "The reference kernel goes first on CPU; no function registers block-FP8 linears.",
+            "vLLM has no function that registers a block-FP8 kernel; we need the reference kernel first on CPU.",
         ),
         f"{_KERNELS}._POSSIBLE_FP8_KERNELS": (
             "engine/vllm/cpu/reference_linear.py",
-            "The reference kernel goes first on CPU; no function registers a kernel before others.",
+            "vLLM registers kernels behind its own; we need the reference kernel first on CPU.",
         ),
         "vllm._custom_ops.scaled_fp8_quant": (
             "engine/vllm/cpu/reference_linear.py",
-            "It loads per-tensor weights, and has no code for CPU.",
+            "vLLM calls it while it loads per-tensor weights and has no code for CPU; we need such code.",
         ),
         f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (
             "engine/vllm/cpu/reference_linear.py",
-            "An audit cannot read what it packs.",
+            "vLLM packs unquantized weights; we need weights that an audit can read.",
         ),
         f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
             "engine/vllm/cpu/delta_net.py",
-            "It reads packed weights, and a prefill gives other bits than decode steps.",
+            "vLLM packs weights, and its prefill rounds otherwise than its decode steps; we need neither.",
         ),
         f"{_LAYERS}.fused_moe.oracle.unquantized.backend_to_kernel_cls": (
             "engine/vllm/cpu/reference_experts.py",
-            "The reference kernel goes first on CPU; no function registers experts.",
+            "vLLM has no function that registers experts; we need the reference kernel first on CPU.",
         ),
         f"{_LAYERS}.fused_moe.router.cpu_router._softmax_topk": (
             "engine/vllm/cpu/ops.py",
-            "It is BF16; transformers and CUDA have FP32.",
+            "vLLM computes this softmax in BF16; we need more bits, as transformers and vLLM on CUDA have them.",
         ),
         f"{_LAYERS}.fused_moe.router.cpu_router._grouped_topk": (
             "engine/vllm/cpu/ops.py",
-            "An FP32 sigmoid depends on the place.",
+            "torch's FP32 sigmoid depends on an element's place in a vector; we need one that does not.",
         ),
         f"{_LAYERS}.fused_moe.router.router_factory.CPURouter": (
             "engine/vllm/cpu/ops.py",
-            "It knows no sigmoid without groups.",
+            "vLLM has a sigmoid for groups of experts alone; we need it for models without groups, too.",
         ),
         f"{_MODELS}.commandr.layer_norm_func": (
             "engine/vllm/cpu/ops.py",
-            "Its mean depends on the number of rows; not an operation.",
+            "vLLM compiles it, and its mean depends on the number of rows; we need the same bits in every batch.",
         ),
-        f"{_MODELS}.commandr.rms_norm_func": ("engine/vllm/cpu/ops.py", "The same as the other norm of these models."),
-        "vllm.distributed.parallel_state._EP": ("upstream/vllm.py", "vLLM makes no group after the first engine."),
+        f"{_MODELS}.commandr.rms_norm_func": (
+            "engine/vllm/cpu/ops.py",
+            "vLLM compiles it, too; we need the same bits in every batch.",
+        ),
+        "vllm.distributed.parallel_state._EP": (
+            "upstream/vllm.py",
+            "vLLM makes this group with the first engine alone; we need it for a later engine with experts.",
+        ),
     },
 )
 register(
@@ -119,23 +155,32 @@ register(
     {
         "vllm.ir.ops.fused_add_rms_norm": (
             "engine/vllm/cpu/ops.py",
-            "It rounds the residual sum, as transformers does.",
+            "vLLM normalizes the FP32 residual sum; we need it rounded to BF16 first, as transformers rounds it.",
         ),
         f"{_LAYERS}.activation.SiluAndMul": (
             "engine/vllm/cpu/ops.py",
-            "A compiled one depends on the place in a vector.",
+            "torch's result depends on an element's place in a vector; we need one that does not.",
         ),
-        f"{_LAYERS}.activation.GeluAndMul": ("engine/vllm/cpu/ops.py", "It depends on size and layout."),
+        f"{_LAYERS}.activation.GeluAndMul": (
+            "engine/vllm/cpu/ops.py",
+            "torch's result depends on a tensor's size and layout; we need one that does not.",
+        ),
         "vllm.v1.attention.backends.registry.AttentionBackendEnum": (
             "engine/vllm/cpu/reference_attention.py",
-            "vLLM's depends on the batch.",
+            "vLLM's CPU attention depends on the batch; we need the same bits in every batch.",
         ),
         "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (
             "engine/vllm/cpu/reference_attention.py",
-            "For MLA what the entry above is for other attention.",
+            "vLLM's CPU attention for MLA depends on the batch, too; we need the same bits in every batch.",
         ),
-        "transformers.AttentionInterface": ("policy/hook.py", "No hook of a module sees q, k, v after RoPE."),
-        "transformers.AttentionMaskInterface": ("policy/hook.py", "Masks of eager attention with a hook."),
+        "transformers.AttentionInterface": (
+            "policy/hook.py",
+            "transformers has no hook that sees q, k and v after RoPE; we need one.",
+        ),
+        "transformers.AttentionMaskInterface": (
+            "policy/hook.py",
+            "transformers makes masks by the name of an implementation; we need one for eager attention with a hook.",
+        ),
     },
 )
 register(
@@ -143,29 +188,35 @@ register(
     {
         "trl.generation.vllm_generation.VLLMGeneration.sync_weights": (
             "engine/vllm/sync_audit.py",
-            "No callback runs between a sync and what is sampled after it.",
+            "TRL calls nothing between a sync and the generation after it; we need to audit there.",
         ),
         "trl.generation.vllm_generation.VLLMGeneration.generate": (
             "engine/vllm/sync_audit.py",
-            "The same, of a step without a sync.",
+            "TRL calls nothing before a generation without a sync; we need to audit there, too.",
         ),
         "transformers.core_model_loading._weight_conversions": (
             "policy/model.py",
-            "save_pretrained would quantize again.",
+            "transformers undoes its conversions in save_pretrained; we need dequantized weights to stay dequantized.",
         ),
-        "trl.GRPOTrainer._last_loaded_step": ("run/syncs.py", "TRL assumes that weights of one step are the same."),
-        "torch.nn.Module": ("policy/swapped.py", "Modules change class: names and state_dict stay."),
+        "trl.GRPOTrainer._last_loaded_step": (
+            "run/syncs.py",
+            "TRL syncs once a step; we need a sync where weights have changed within the step.",
+        ),
+        "torch.nn.Module": (
+            "policy/swapped.py",
+            "PyTorch can only change what a module computes by its class; we need its names and state to stay.",
+        ),
         "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
             "engine/vllm/generation.py",
-            "It repeats image tokens that are there.",
+            "vLLM adds image tokens to a prompt that has them all; we need that prompt unchanged.",
         ),
         "vllm.model_executor.layers.attention.Attention": (
             "engine/vllm/scale_copies.py",
-            "Its scales as floats; no function sets them.",
+            "vLLM has no function that sets its scales as floats; we need to set them.",
         ),
         "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (
             "policy/hook.py",
-            "Its latents are cached; this and its like call `expand_kv` on them.",
+            "DeepSeek-V2's attention and its like cache what `expand_kv` gets; we need to see it.",
         ),
     },
 )
@@ -189,11 +240,11 @@ def patch(owner: ModuleType, name: str, replacement: object) -> object:
     target = f"{owner.__name__}.{name}"
     if target not in PATCHES:
         raise RuntimeError(f"{target} is not in the list of patches (upstream/patches.py).")
-    library = target.partition(".")[0]
     if name not in vars(owner):
-        found = getattr(sys.modules.get(library), "__version__", "of this environment")
+        library = target.partition(".")[0]
+        version = getattr(sys.modules.get(library), "__version__", "of this environment")
         raise RuntimeError(
-            f"{library} {found} has no {target}, which trl-fp8 replaces. Install trl-fp8 and its engine again, as "
+            f"{library} {version} has no {target}, which trl-fp8 replaces. Install trl-fp8 and its engine again, as "
             "README says: that brings the versions that it was tested with."
         )
     original = vars(owner)[name]

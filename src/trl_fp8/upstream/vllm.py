@@ -1,6 +1,7 @@
 """Access to private parts of vLLM. Functions import vLLM themselves, so that planning works without it.
 
-`llm` is a `vllm.LLM` in this process (the executor `external_launcher`), with vLLM's first model runner.
+`llm` is a `vllm.LLM` whose worker runs in this process (executor `external_launcher`). Functions that look into the
+model runner (`scheduled_tokens`, `sampler`) need vLLM's V1 model runner.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,24 +32,29 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    # vLLM takes the first one (`model_impl` "vllm" and "auto"); entries are lazy, so that no model is imported
+    # vLLM takes the first architecture that it knows (`model_impl` "vllm" and "auto")
     for name in architectures:
-        if entry := ModelRegistry.models.get(name):
+        if name in ModelRegistry.models:
+            entry = ModelRegistry.models[name]
+            # A lazy entry has the name of its class, so that no model has to be imported
             return entry.class_name if isinstance(entry, _LazyRegisteredModel) else entry.model_cls.__name__
     return None
 
 
-def inspect_engine_class(architectures: tuple[str, ...]) -> None:
-    """Import the class of `engine_class` in this process, so that vLLM starts no other one to inspect it.
+def import_engine_class(architectures: tuple[str, ...]) -> None:
+    """Import the class that `engine_class` names, and register what vLLM would find by inspecting it in a subprocess.
 
-    That one keeps CUDA out of this process, but imports torch and vLLM again: ten seconds of a first start.
+    vLLM uses the subprocess to leave CUDA uninitialized here. It imports torch and vLLM again, which takes ten seconds
+    of a first start.
+
     Raises `ValueError` if the class needs a package that is not installed: vision-language models and Qwen3.5 need
     torchvision.
     """
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
 
     name = next((name for name in architectures if name in ModelRegistry.models), None)
-    if isinstance(entry := ModelRegistry.models.get(name), _LazyRegisteredModel):
+    entry = ModelRegistry.models.get(name)
+    if isinstance(entry, _LazyRegisteredModel):
         try:
             ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
         except ImportError as error:
@@ -66,42 +72,50 @@ def can_sleep() -> bool:
 
 
 def scheduled_tokens(llm) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (request, position of its first token, first row, end row) of each request in the running forward."""
+    """Yield (request id, tokens already computed, start, end) of each request in the running forward.
+
+    The request's tokens are the rows [start, end) of this forward.
+    """
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     batch = runner.input_batch
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
-    for index, (start, end) in enumerate(pairwise(bounds)):  # vLLM appends a suffix to the id of a request
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        # vLLM appends "-" and a random suffix to a request's id
         yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
 
 
 def sampler(llm) -> nn.Module:
-    """Return the sampler: (logits, generators, k, p) -> tokens `[R]` and the log-probs `[R, V]` of the draw.
+    """Return the module that samples: (logits, generators, k, p) -> tokens `[R]`, log-probs `[R, V]`.
 
-    R are the requests of `scheduled_tokens`; the log-probs are `processed_logprobs`.
+    R is the number of requests in `scheduled_tokens`. The log-probs are those of the distribution that is sampled
+    from, if vLLM's `logprobs_mode` is `processed_logprobs`.
     """
     return llm.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler
 
 
 def finish(llm) -> None:
-    """Run the engine until its scheduler has no requests.
+    """Run the engine until its scheduler has no requests. Before that vLLM does not free the KV cache.
 
-    `generate` returns with the last token, but the scheduler removes finished requests only in its next step, and with
-    asynchronous scheduling a batch is still running. vLLM does not free a KV cache before.
+    `generate` returns with the last token. The scheduler removes finished requests only in its next step, and with
+    asynchronous scheduling one more batch is still running.
     """
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests() or core.batch_queue:
         llm.llm_engine.step()
 
 
-def choose_experts(runner, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gate weights and experts `[T, K]` that a router chooses by logits `[T, E]`, without recording them."""
-    return runner.router._compute_routing(x, logits, runner.routed_experts.quant_method.topk_indices_dtype)
+def choose_experts(moe_runner, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gate weights `[T, K]` and the experts `[T, K]` that a router chooses by logits `[T, E]`.
+
+    `moe_runner` is the layer's `MoERunner`. The choice is not recorded as a route: the router's hook is not called.
+    """
+    return moe_runner.router._compute_routing(x, logits, moe_runner.routed_experts.quant_method.topk_indices_dtype)
 
 
 def forget_choices() -> None:
-    """Clear vLLM's caches of settings, rotary embeddings, attention backends and expert tiles before another engine.
+    """Clear vLLM's caches of settings, rotary embeddings, attention backends and tile sizes for experts.
 
-    Without this an engine with other settings would silently get the choices of the first one.
+    Call it before another engine starts. Without it the engine would silently get choices made for an earlier one.
     """
     from vllm.envs import disable_envs_cache
     from vllm.model_executor.layers import rotary_embedding
@@ -115,16 +129,18 @@ def forget_choices() -> None:
 
 
 def make_group_of_experts() -> None:
-    """Create vLLM's group of ranks for experts before an engine that needs it, if an earlier engine did not.
+    """Create vLLM's process group for experts if it does not exist, before an engine that needs it. Collective.
 
-    vLLM creates its groups once in a process, and this one only for a model with experts. Collective.
+    vLLM creates its process groups once in a process, with the first engine. It leaves this group out if the first
+    model has no experts.
     """
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized() or parallel_state._EP is not None:
         return
-    world, ranks = parallel_state.get_world_group(), parallel_state.get_tensor_model_parallel_world_size()
-    # vLLM's group for experts has all ranks of an engine, and TRL's engines are tensor parallel alone
+    world = parallel_state.get_world_group()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    # vLLM's group for experts has all ranks of an engine. TRL's engines have no parallelism but tensor parallelism
     groups = [[*range(first, first + ranks)] for first in range(0, world.world_size, ranks)]
     backend = torch.distributed.get_backend(world.device_group)
     group = parallel_state.init_model_parallel_group(groups, world.local_rank, backend, group_name="ep")
@@ -132,14 +148,13 @@ def make_group_of_experts() -> None:
 
 
 def require_engine_arguments(names: Iterable[str]) -> None:
-    """Raise `ValueError` for `vllm_engine_kwargs` with names that `vllm.LLM` does not take."""
+    """Raise `ValueError` if `vllm.LLM` does not take one of these names of `vllm_engine_kwargs`."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.llm import LLM
 
     known = {*signature(LLM).parameters, *(field.name for field in fields(EngineArgs))}
-    if unknown := [name for name in names if name not in known]:
-        close = get_close_matches(unknown[0], sorted(known), n=1)
-        raise ValueError(
-            f"vllm_engine_kwargs sets {unknown}, but vllm.LLM takes no such argument"
-            f"{f': did you mean {close[0]}?' if close else '. Remove it.'}"
-        )
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        similar = get_close_matches(unknown[0], sorted(known), n=1)
+        remedy = f": did you mean {similar[0]}?" if similar else ". Remove it."
+        raise ValueError(f"vllm_engine_kwargs sets {unknown}, but vllm.LLM takes no such argument{remedy}")

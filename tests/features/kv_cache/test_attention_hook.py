@@ -366,7 +366,7 @@ def test_no_trace_after_removal_and_no_effect_while_idle(architecture, implement
     hook = AttentionHook(model)
     assert torch.equal(logits(model, batch()), plain)
     observe(hook, model, batch(), moments=True)
-    assert hook.observation is None
+    assert hook.observer is None
     assert torch.equal(logits(model, batch()), plain)
     hook.simulate(torch.ones(2, 3))
     assert not torch.equal(logits(model, batch()), plain)
@@ -419,7 +419,7 @@ def test_observation_ends_with_an_error():
     with pytest.raises(RuntimeError, match="forward broke"):
         observe(hook, model, batch())
     handle.remove()
-    assert hook.observation is None
+    assert hook.observer is None
     assert (observe(hook, model, batch()).amax_L3 > 0).all()
 
 
@@ -443,22 +443,35 @@ def test_other_models_are_unaffected(implementation, config):
 
 
 @pytest.mark.parametrize("before,after", [("sdpa", "eager"), ("eager", "sdpa"), ("eager", "eager")])
-def test_a_policy_whose_attention_implementation_changed_gets_another_hook(before, after):
+def test_a_hook_follows_a_change_of_the_attention_implementation(before, after):
     model = build(implementation=before)
     hook = hook_of(model)
     assert hook_of(model) is hook
     with hook.watched(lambda *_: None):
         assert hook_of(model) is hook  # it chose eager attention itself
     model.set_attn_implementation(after)
-    plain, changed = logits(build(implementation=after), batch()), hook_of(model)
-    assert changed is not hook and changed.implementation == after and hook_of(model) is changed
+    plain, simulated = (build(implementation=after) for _ in range(2))
+    hook_of(simulated).simulate(torch.ones(2, 3))
     hook.simulate(torch.ones(2, 3))
-    assert torch.equal(logits(model, batch()), plain)
-    changed.simulate(torch.ones(2, 3))
+    assert torch.equal(logits(model, batch()), logits(simulated, batch()))
+    plain = logits(plain, batch())
     assert not torch.equal(logits(model, batch()), plain)
-    changed.remove()
+    assert hook_of(model) is hook and hook.implementation == after
+    model.set_attn_implementation(before)
+    assert hook_of(model).implementation == before
+    model.set_attn_implementation(after)
+    hook.remove()
     assert model.config._attn_implementation == after
     assert torch.equal(logits(model, batch()), plain)
+
+
+def test_a_model_made_from_a_hooked_models_config_is_observed_once():
+    first = build(implementation="eager")
+    hook = AttentionHook(first)
+    expected = observe(hook, first, batch()).elements_L3
+    second = type(first)._from_config(first.config)
+    assert torch.equal(observe(AttentionHook(second), second, batch()).elements_L3, expected)
+    assert torch.equal(observe(hook, first, batch()).elements_L3, expected)
 
 
 def test_two_hooked_models_do_not_mix():

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from datasets import Dataset
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.runs import arguments, column, dataset, recorded, rows, training, trajectory
@@ -259,3 +260,20 @@ def test_k_outliers_are_named_and_the_automatic_remedy_works(checkpoint, tmp_pat
     assert remedied.recipe.kv_cache_skip_layers == (0,)
     assert "layers [0] stay in BF16" in remedied.plan.table()
     assert mean(column(remedied, MISMATCH)) < threshold
+
+
+@pytest.mark.engine
+def test_steps_without_learning_calibrate_a_run_that_has_ended(checkpoint, tmp_path):
+    """As docs/checkpoints.md says: no weight changes, and the export has the scales of the last sync."""
+    args = arguments(tmp_path / "scales", max_steps=2, learning_rate=0.0)
+    with training(checkpoint("qwen3"), args) as trainer:
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+        trainer.save_fp8_model(tmp_path / "fp8")
+        scales_L3 = trainer.feature(KVCache).latest_scales.values
+    [weights] = (tmp_path / "fp8").glob("*.safetensors")
+    with safe_open(weights, "pt") as stored:
+        for layer, scales in enumerate(scales_L3.tolist()):
+            names = [f"model.layers.{layer}.self_attn.{part}_scale" for part in "qkv"]
+            assert [stored.get_tensor(name).item() for name in names] == scales

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +25,17 @@ from trl_fp8.features.kv_cache.calibration import (
     next_scales,
     outlier_message,
 )
+from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.codec.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax, outlier_layers
+from trl_fp8.quantization.codec.kv_scales import (
+    KV_SCALES,
+    LOGIT_ERROR_LIMIT,
+    KVScales,
+    kv_scales_from_amax,
+    outlier_layers,
+)
+from trl_fp8.run.batch import Rollouts
 
 
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14]]
@@ -205,7 +214,7 @@ def test_observing_leaves_the_model_alone():
         before = model(**padded()).logits
     hook = AttentionHook(model)
     observation = observe_sequences(model, hook, PROMPTS)
-    assert observation.logit_error_L is not None and hook.observation is None
+    assert observation.logit_error_L is not None and hook.observer is None
     with torch.no_grad():
         assert torch.equal(model(**padded()).logits, before)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -398,7 +407,7 @@ def test_a_watched_forward_that_fails_is_forgotten():
     arrive(made, ROLLOUTS, roomy(model))
     with pytest.raises(RuntimeError, match="out of memory"), made.watching():
         raise RuntimeError("out of memory")
-    assert made.hook.observation is None and made.saturation() is None
+    assert made.hook.observer is None and made.saturation() is None
 
 
 # --- how wide a margin -----------------------------------------------------------------------------------------------
@@ -681,7 +690,7 @@ def test_a_state_never_changes():
 def test_prompts_come_before_the_first_scales():
     model = build()
     how = Calibrating(model).how
-    with pytest.raises(RuntimeError, match=r"needs the coming prompts, and expecting\(\) was not called"):
+    with pytest.raises(RuntimeError, match=r"needs the coming prompts, but expecting\(\) was not called"):
         next_scales(KVState(), how, model)
     scales, state = next_scales(KVState().expecting(PROMPTS), how, model)
     assert len(scales) == 2 and state.margin == MARGIN * PROMPTS_ONLY_MARGIN
@@ -821,3 +830,23 @@ def test_a_rank_that_is_new_after_a_resume_calibrates_as_the_others(tmp_path):
     saved = made.saved(first)
     added.state = added.state.loaded(first, rank=3)
     assert added.saved(tmp_path) == saved
+
+
+@pytest.mark.parametrize("age, smallest", [(0, 8.0), (1, 2.0), (2, 1.0), (100, 1.0), (101, 0.5)])
+def test_rollouts_are_judged_by_the_smallest_scales_that_they_may_have_seen(age, smallest):
+    cache, judged = object.__new__(KVCache), []
+    cache._sent, cache.calibration = [], None
+    generation = SimpleNamespace()
+    cache.trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True), state=SimpleNamespace(global_step=3), vllm_generation=generation
+    )
+    for scale in (0.5, *[4.0] * 98, 1.0, 2.0, 8.0):
+        generation.last_sync = SimpleNamespace(carried={KV_SCALES: KVScales(torch.full((2, 3), scale))})
+        cache.after_sync()
+    cache._logged = {True: cache.latest_scales}
+    cache.kv_state = SimpleNamespace(after_rollouts=lambda _, sequences, scales, step: judged.append(scales))
+    cache.after_generation(Rollouts([[1]], [[2]], age=age))
+    assert judged[0].values.unique().tolist() == [smallest]
+    assert len({id(scales) for scales in cache._sent}) == 5
+    with pytest.raises(RuntimeError, match="rollouts are 102 syncs old, but this process has made only 102"):
+        cache.after_generation(Rollouts([[1]], [[2]], age=102))

@@ -218,7 +218,7 @@ def test_rotary_embeddings(positions):
         exact = torch.cat([angle.cos() * one + angle.sin() * two, angle.cos() * two - angle.sin() * one], -1)
         # the angle itself is FP32: 90 * 2**-24
         assert ((states.grad.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14 * dy.abs().max()).all()
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"further arguments, \['unsqueeze_dim'\]"):
         family.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
     with forward.switched(on=False):
         assert isinstance(model.model.rotary_emb(hidden, positions)[0], torch.Tensor)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from testing.tiny_models import build
 from trl_fp8.features.one_forward.followed_experts import FollowedExperts, FollowedRouter
-from trl_fp8.features.one_forward.one_forward import require_followable_experts
+from trl_fp8.features.one_forward.one_forward import require_expert_backward
 from trl_fp8.features.router_replay.replay import RouterReplay
 from trl_fp8.policy.swapped import swap
 from trl_fp8.recipe.names import NOWHERE
@@ -181,6 +181,6 @@ def test_adapters_of_experts_learn_from_the_sum_that_the_engine_holds(checkpoint
 def test_experts_that_nobody_can_follow_are_refused():
     model = build("qwen3_moe")
     with pytest.raises(ValueError, match=r"fp8_backward='fp8' with FP8 experts \(model.layers.0.mlp.experts"):
-        require_followable_experts(recipe_for_model(model), "fp8")
-    require_followable_experts(recipe_for_model(model), "bf16")
-    require_followable_experts(recipe_for_model(model, expert_kernels=False), "fp8")
+        require_expert_backward(recipe_for_model(model), "fp8")
+    require_expert_backward(recipe_for_model(model), "bf16")
+    require_expert_backward(recipe_for_model(model, expert_kernels=False), "fp8")

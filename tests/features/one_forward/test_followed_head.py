@@ -54,7 +54,7 @@ def test_the_optional_outputs_are_trls_in_its_order():
 @pytest.mark.parametrize("scale, cap", [(1.0, None), (0.0625, None), (1.0, 3.0)])
 @pytest.mark.parametrize("tokens", [1024, 10])
 def test_values_and_gradients_are_trls_at_the_same_logits(outputs, scale, cap, tokens, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS", tokens)
+    monkeypatch.setattr(module, "TOKENS_AT_A_TIME", tokens)
     results = []
     for of_engine in (False, True):
         hidden, weight, targets = head_inputs()

@@ -283,7 +283,7 @@ def test_a_loss_outside_of_a_training_step_ends_with_it_or_before_the_next_gener
         trainer.loss_type, inputs = "bnpo", trainer._buffered_inputs[0] | {"num_items_in_batch": None}
 
         def under_way():
-            return trainer.feature(Following).forward.on, hook.scales_L3 is not None, truncation._now is not None
+            return trainer.feature(Following).forward.on, hook.scales_L3 is not None, truncation._current is not None
 
         with torch.no_grad():
             trainer.compute_loss(trainer.model, inputs)

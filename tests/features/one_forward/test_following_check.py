@@ -41,9 +41,11 @@ def trainer(checkpoint, tmp_path_factory):
 def failure(trainer, name, **where):
     """Return the error of a run whose engine computes something else in one of its modules."""
     handle = off(engine_model(trainer.vllm_generation.llm).get_submodule(name), **where)
-    trainer.feature(Following)._checked = False
+    trainer.feature(Following)._is_checked = False
     try:
-        with pytest.raises(RuntimeError, match="mean difference of log-probs of the first rollouts is 0.0") as raised:
+        with pytest.raises(
+            RuntimeError, match="mean absolute difference of log-probs of the first rollouts is 0.0"
+        ) as raised:
             trainer.train()
     finally:
         handle.remove()
@@ -82,7 +84,7 @@ def test_log_probs_that_are_no_numbers_are_no_agreement(trainer, monkeypatch):
     """Every other token is equal on both sides."""
     following, batch, logps = trainer.feature(Following), Batch({}), torch.full((2, 4), -1.0)
     batch.ratio = log_ratio(logps.where(torch.tensor([True, False] * 2), torch.nan), logps, torch.ones(2, 4))
-    monkeypatch.setattr(following, "_checked", False)
+    monkeypatch.setattr(following, "_is_checked", False)
     monkeypatch.setattr(following, "_first_difference", lambda batch: "Nobody knows.")
     with pytest.raises(RuntimeError, match="fp8_forward='one_forward', but"):
         following.extend_batch(batch)
@@ -115,7 +117,7 @@ def test_the_check_repeats_when_adapters_are_no_longer_zero(checkpoint, tmp_path
         for name, module in engine_model(trainer.vllm_generation.llm).named_modules():
             if name.endswith(".lora_b"):
                 module.register_forward_hook(lambda module, args, y: torch.zeros_like(y) if generating else None)
-        with pytest.raises(RuntimeError, match="mean difference of log-probs of the first rollouts is 0.0"):
+        with pytest.raises(RuntimeError, match="mean absolute difference of log-probs of the first rollouts is 0.0"):
             trainer.train()
         assert trainer.state.global_step == 1  # the first comparison, of adapters that add nothing, was passed
 

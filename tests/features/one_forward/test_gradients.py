@@ -137,9 +137,9 @@ def broken(monkeypatch):
 
     unturned, plain_gradients = RotaryCall.__call__, packed.plain_gradients
     patches = {
-        "norm": (FollowedNorm, "_own", norm_without_its_mean_square),
+        "norm": (FollowedNorm, "_policy_value", norm_without_its_mean_square),
         "linear": (linear, "_weight_gradient", quantized_weight_gradient),
-        "activation": (FollowedMLP, "_own", lambda self, gate, up: gate * up),
+        "activation": (FollowedMLP, "_policy_value", lambda self, gate, up: gate * up),
         "turn": (RotaryCall, "__call__", lambda self, apply, q, k: unturned(self, lambda q, k, *turn: (q, k), q, k)),
         "attention": (packed, "plain_gradients", swapped),
         "embedding": (FollowedScaledEmbedding, "forward", embedding_without_its_scale),

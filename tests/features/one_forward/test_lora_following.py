@@ -11,7 +11,7 @@ from testing.quantization_counter import QuantizationCounter
 from testing.runs import arguments, column, training
 from trl_fp8.features.one_forward.followed_linear import FollowedLinear
 from trl_fp8.features.one_forward.following import Following
-from trl_fp8.features.one_forward.one_forward import require_sums
+from trl_fp8.features.one_forward.one_forward import require_lora
 
 
 FULL = {"fp8_forward": "one_forward"}
@@ -102,4 +102,4 @@ def test_adapters_that_do_more_than_add_are_refused_by_name(config, named, check
     with pytest.raises(
         ValueError, match=f"not plain LoRA on linear layers, experts or routers: .*{named}.*or set fp8_forward='off'"
     ):
-        require_sums(adapted(checkpoint, config))
+        require_lora(adapted(checkpoint, config))

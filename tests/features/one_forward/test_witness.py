@@ -9,8 +9,8 @@ from torch import nn
 from testing import tiny_models
 from testing.fake_engine import followed
 from trl_fp8.features.one_forward import values
+from trl_fp8.features.one_forward.same_model import Witness, compare_angles, compare_window
 from trl_fp8.features.one_forward.values import Findings
-from trl_fp8.features.one_forward.witness import Witness, compare_angles, compare_window
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 
@@ -220,8 +220,10 @@ class TestBounds:
 
 def test_findings_keep_what_differs_first_and_the_worst_agreement():
     found, one = Findings(), torch.ones(2)
-    assert found.values("norm", "a", one, 1.5 * one, one) and found.values("norm", "b", one, 1.25 * one, one)
-    assert not found.same("a", "eps", 1e-6, 1e-5) and found.excesses == {"norm": 0.5}
-    assert not found.values("norm", "a", 4 * one, one, one) and found.excesses == {"norm": 3.0}
-    assert found.same("a", "cap", None, 0) and found.compared == 5
+    assert found.compare_outputs("norm", "a", one, 1.5 * one, one) and found.compare_outputs(
+        "norm", "b", one, 1.25 * one, one
+    )
+    assert not found.compare_numbers("a", "eps", 1e-6, 1e-5) and found.excesses == {"norm": 0.5}
+    assert not found.compare_outputs("norm", "a", 4 * one, one, one) and found.excesses == {"norm": 3.0}
+    assert found.compare_numbers("a", "cap", None, 0) and found.compared == 5
     assert found.lines() == ["a: eps (the policy's 1e-06, the engine's 1e-05)"]

@@ -6,7 +6,7 @@ import torch
 from testing import engines
 from testing.rollouts import calibrated, follow, witnessed
 from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
-from trl_fp8.features.one_forward.witness import Witness
+from trl_fp8.features.one_forward.same_model import Witness
 from trl_fp8.upstream.vllm import engine_model
 
 

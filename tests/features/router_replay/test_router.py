@@ -195,7 +195,7 @@ def test_models_that_cannot_replay_are_refused():
         RouterReplay(build("qwen3"), "router_replay='rollout'")
     odd = build("qwen3_moe")
     odd.model.layers[1].mlp.gate.__class__ = torch.nn.Linear
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.gate is a Linear, and replay knows routers"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.gate is a Linear, but replay needs routers"):
         RouterReplay(odd)
 
 

@@ -37,7 +37,7 @@ def replayed(model, mode: str) -> Routes:
         accelerator=SimpleNamespace(device=torch.device("cpu"), reduce=lambda tensor, how: tensor),
     )
     routes = Routes(trainer)
-    routes.log = SimpleNamespace(of=lambda sequences: [numbered(0), numbered(1)])
+    routes.log = SimpleNamespace(notes_on=lambda sequences: [numbered(0), numbered(1)])
     return routes
 
 

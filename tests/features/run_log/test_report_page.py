@@ -15,7 +15,7 @@ from trl_fp8.features.run_log.report.checks import checks
 from trl_fp8.features.run_log.report.curves import Panel, panel_figure
 from trl_fp8.features.run_log.report.page import write_report
 from trl_fp8.features.run_log.report.results import compared, differences, results, summary
-from trl_fp8.features.run_log.report.rollout_pictures import position_figure
+from trl_fp8.features.run_log.report.rollout_pictures import log_prob_figure, position_figure, scales_figure
 
 
 FACTS = {
@@ -196,6 +196,30 @@ def test_a_legend_lies_over_no_bar(tmp_path):
     assert not any(legend.overlaps(bar.get_window_extent()) for bar in axes.patches)
 
 
+def test_one_logged_step_has_one_bar_for_each_bin_and_no_legend_of_an_empty_half(tmp_path):
+    (axes,) = position_figure(read_run(made_up_run(tmp_path, 1))).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["the only logged step"]
+    assert len(axes.patches) == 2
+
+
+def test_log_probs_of_minus_infinity_leave_the_diagonal(tmp_path):
+    begin(tmp_path, 0, FACTS)
+    append(tmp_path, "rollouts", {"step": 0, "log_probs": [[-3.0, -2.0], [float("-inf"), -1.0]]})
+    (axes,) = log_prob_figure(read_run(tmp_path)).axes
+    assert axes.lines[0].get_xydata().tolist() == [[-3, -3], [0, 0]]
+
+
+def test_maps_of_scales_put_each_generation_at_its_step(tmp_path):
+    """Steps that are unevenly spaced, one of them with two generations, of which the last counts."""
+    begin(tmp_path, 0, FACTS)
+    for step, scale in ((0, 1.0), (1, 8.0), (1, 2.0), (11, 4.0)):
+        append(tmp_path, "rollouts", {"step": step, "kv_scales": [[scale] * 3] * 2})
+    axes = scales_figure(read_run(tmp_path)).axes[0]
+    (mesh,) = axes.collections
+    assert mesh.get_coordinates()[0, :, 0].tolist() == [-0.5, 0.5, 6.0, 16.0]
+    assert mesh.get_array().tolist() == [[0, 1, 2]] * 2
+
+
 def test_a_page_has_a_picture_for_everything_that_was_recorded(tmp_path, capsys):
     facts = FACTS | {
         "model": "/secret/place/qwen",
@@ -261,10 +285,32 @@ def test_earlier_runs_of_a_folder_are_named_and_can_be_compared(tmp_path, capsys
     assert main(["report", str(tmp_path)]) == 0
     earlier = str(tmp_path / "fp8_run.1.jsonl")
     assert capsys.readouterr().out.endswith(
-        f"earlier runs in the same folder, which `trl-fp8 report` takes, too: {earlier}\n"
+        f"not drawn: earlier runs in the same folder, also valid as RUN: {earlier}\n"
     )
     assert main(["report", str(tmp_path), earlier]) == 0
     assert "earlier runs" not in capsys.readouterr().out
+
+
+def test_a_drawn_log_is_not_named_as_earlier_however_its_path_is_spelled(tmp_path, monkeypatch, capsys):
+    for _ in range(3):
+        begin(tmp_path, 0, FACTS)
+        append(tmp_path, "log", {"step": 1, "reward": 0.1})
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", ".", "./fp8_run.1.jsonl", str(tmp_path / "fp8_run.2.jsonl")]) == 0
+    assert "not drawn" not in capsys.readouterr().out
+    assert main(["report", ".", str(tmp_path / "fp8_run.2.jsonl")]) == 0
+    not_drawn = capsys.readouterr().out.partition("also valid as RUN: ")[2]
+    assert not_drawn.count("fp8_run.1.jsonl") == 1 and "fp8_run.2.jsonl" not in not_drawn
+
+
+def test_the_report_of_an_earlier_run_leaves_that_of_the_current_one(tmp_path):
+    for reward in (0.1, 0.2):
+        begin(tmp_path, 0, FACTS)
+        append(tmp_path, "log", {"step": 1, "reward": reward})
+    assert main(["report", str(tmp_path / "fp8_run.1.jsonl")]) == 0
+    assert not (tmp_path / "report").exists() and (tmp_path / "report.1" / "report.html").exists()
+    assert main(["report", str(tmp_path / "fp8_run.jsonl")]) == 0
+    assert (tmp_path / "report" / "report.html").exists()
 
 
 def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):

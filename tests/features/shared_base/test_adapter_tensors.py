@@ -5,7 +5,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from trl_fp8.features.shared_base.adapter_tensors import A, B, Slot, adapter_tensors, factors, merged, room_for
+from trl_fp8.features.shared_base.adapter_tensors import (
+    A,
+    B,
+    Slot,
+    adapter_ranks,
+    adapter_tensors,
+    factors,
+    with_adapters,
+)
 
 
 @pytest.fixture
@@ -25,8 +33,8 @@ def matrix(model, layer, which, adapter):
 @pytest.mark.parametrize("active, layers, rank, scaling", [("mine", ["0"], 3, 1), ("other", ["0", "1"], 4, 3 / 2)])
 def test_the_active_adapter_is_sent_and_merged_and_no_other(active, layers, rank, scaling, model):
     model.set_adapter(active)
-    assert room_for(model) == {"0": 4, "1": 4}
-    slots = {"0": Slot(4, 0, 1, (5, 6)), "1": Slot(4, 0, 1, (3, 5))}
+    assert adapter_ranks(model) == {"0": 4, "1": 4}
+    slots = {"0": Slot(4, 0, 1, (5, 6), 4), "1": Slot(4, 0, 1, (3, 5), 4)}
     sent = dict(adapter_tensors(model, slots, model.named_parameters()))
     both = factors(model, model.named_parameters())
     assert sorted(both) == layers
@@ -39,7 +47,7 @@ def test_the_active_adapter_is_sent_and_merged_and_no_other(active, layers, rank
         assert torch.equal(b[:, :rank], scaling * matrix(model, layer, B, active)) and not b[:, rank:].any()
         assert torch.equal(both[layer][A], a[:rank]) and torch.equal(both[layer][B], b[:, :rank])
     weights = {f"{layer}.weight": model.get_parameter(f"base_model.model.{layer}.base_layer.weight") for layer in "01"}
-    sums = dict(merged(weights.items(), both))
+    sums = dict(with_adapters(weights.items(), both))
     model.merge_adapter()
     for name, weight in weights.items():
         assert (sums[name] - weight).abs().max() <= 2**-22 * weight.abs().max()  # two FP32 sums of four products

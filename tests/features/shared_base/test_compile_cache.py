@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.compilation.counter import compilation_counter
 
 from testing import engines
-from trl_fp8.engine.vllm.platform import traced
+from trl_fp8.engine.vllm.platform import compile_cache_key
 from trl_fp8.features.shared_base import engine_base
 from trl_fp8.upstream.vllm import engine_model
 
@@ -74,7 +74,8 @@ def test_an_engine_runs_what_was_compiled_for_it(folder):
 
 
 def test_code_of_an_engine_without_adapters_is_found_out_before_the_first_rollout(folder, monkeypatch):
-    monkeypatch.setattr(engine_base, "traced", lambda adapters: traced())  # as if adapters were not hashed
+    # As if adapters were not hashed
+    monkeypatch.setattr(engine_base, "compile_cache_key", lambda adapters: compile_cache_key())
     before = compilation_counter.num_aot_artifacts_loaded
     generation = started(folder, rank=4)
     assert compilation_counter.num_aot_artifacts_loaded == before + 1

@@ -43,7 +43,7 @@ def require_arrived(trainer):
     assert layers and set(layers) <= set(slots)
     for name, layer in layers.items():
         a, b = (getattr(layer, which)["default"].weight.detach() for which in ("lora_A", "lora_B"))
-        rows, columns = len(a), slice(first := slots[name].number * slots[name].rank, first + len(a))
+        rows, columns = len(a), slice(first := slots[name].index * slots[name].rank, first + len(a))
         assert torch.equal(held[f"{name}.lora_A.weight"][:rows], a.bfloat16()), name
         assert torch.equal(held[f"{name}.lora_B.weight"][:, columns], (layer.scaling["default"] * b).bfloat16()), name
 
@@ -55,7 +55,7 @@ REFUSED = {
     "lora_bias": (lora(target_modules=["o_proj"], lora_bias=True), "o_proj .lora_bias=True"),
     "ia3": (IA3Config(target_modules=LINEARS, feedforward_modules=[], task_type="CAUSAL_LM"), "q_proj .ia3"),
     "embedding": (lora(target_modules=["embed_tokens"]), "embed_tokens .Embedding"),
-    "pissa": (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*read|computed from the base"),
+    "pissa": (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*from the base's weights"),
     "saved": (lora(modules_to_save=["k_proj"]), "modules_to_save that are FP8: model.layers.0.self_attn.k_proj"),
 }
 
@@ -235,5 +235,5 @@ def test_a_model_that_shared_its_base_before_needs_the_same_flags(checkpoint, tm
         with pytest.raises(ValueError, match="leave them out.*merge_and_export"):
             model.save_pretrained(tmp_path / "saved")
     for args in others:
-        with pytest.raises(ValueError, match="shared its FP8 base with the engine.*Load the model anew"):
+        with pytest.raises(ValueError, match="shared this model's FP8 base with its engine.*Load the model anew"):
             FP8GRPOTrainer(model, reward_digits, args, dataset(), peft_config=lora())

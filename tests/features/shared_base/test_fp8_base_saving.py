@@ -130,11 +130,10 @@ def test_without_the_original_weights_adapters_are_merged_into_what_the_engine_h
     run, tmp_path, monkeypatch, caplog
 ):
     trainer, folder, _ = run
-    monkeypatch.delitem(vars(trainer.vllm_generation.weights.base), "original", raising=False)
+    monkeypatch.setattr(trainer.vllm_generation.weights.base, "_original", None)
     with monkeypatch.context() as moved:
         moved.setattr(trainer.model.config, "_name_or_path", str(tmp_path / "gone"))
         trainer.merge_and_export(tmp_path / "bf16")
-    monkeypatch.delitem(vars(trainer.vllm_generation.weights.base), "original")
     assert "merge_and_export: adapters are merged into dequantized FP8 weights, because the original" in caplog.text
     assert "Adapters are merged into dequantized FP8 weights:" in (tmp_path / "bf16" / "README.md").read_text()
     base = on_codes(folder, trainer.recipe)
@@ -148,14 +147,13 @@ def test_weights_of_another_model_are_not_merged_with_its_adapters(run, checkpoi
     another = policy(checkpoint("qwen3"))
     another.model.layers[1].mlp.down_proj.weight.data.mul_(3)
     another.save_pretrained(tmp_path / "another")
-    monkeypatch.delitem(vars(trainer.vllm_generation.weights.base), "original", raising=False)
+    monkeypatch.setattr(trainer.vllm_generation.weights.base, "_original", None)
     monkeypatch.setattr(trainer.model.config, "_name_or_path", str(tmp_path / "another"))
     with pytest.raises(
-        RuntimeError, match=r"not those that were trained on: model\.layers\.1\.mlp\.down_proj\.weight"
+        RuntimeError, match=r"not those that the adapters were trained on: model\.layers\.1\.mlp\.down_proj\.weight"
     ):
         trainer.merge_and_export(tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    monkeypatch.delitem(vars(trainer.vllm_generation.weights.base), "original")
 
 
 @pytest.mark.parametrize("how", ["merge_adapter", "merge_and_unload"])
@@ -174,7 +172,7 @@ def test_the_card_says_what_was_trained_and_what_a_sync_sent(run):
     card = (out / "README.md").read_text()
     assert "a vLLM engine that got adapters at every step" in card
     assert "| trainer | as TRL computes, on the engine's FP8 base;" in card
-    assert "| adapters | beside FP8 weights that engine and trainer share, not merged: Q(W) x + B A x |" in card
+    assert "| adapters | beside FP8 weights that engine and trainer share, not merged: Q(W) x + s B A x |" in card
     assert "14 linear layers, 95.8% of parameters: e4m3 in 128x128 blocks, pow2 scales, written once |" in card
     sent = column(trainer, "fp8/sync_bytes")
     written = f"| bytes that a sync wrote, last {len(sent)} logged steps | {sum(sent) / len(sent):.3g} |"

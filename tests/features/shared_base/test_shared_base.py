@@ -5,9 +5,10 @@ import torch
 from torchao.quantization import Float8Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from testing.hub_cache import COMMITS, NAME, write_repository
 from trl_fp8.export.export import export_fp8
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
-from trl_fp8.features.shared_base.stored_base import load_without_base
+from trl_fp8.features.shared_base.stored_base import StoredBase, load_without_base
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.recipe import recipe_for_model
@@ -76,7 +77,7 @@ def test_an_fp8_checkpoint_keeps_nothing_but_codes(given_as, checkpoint, tmp_pat
         model = from_pretrained(tmp_path / "fp8")
         source = HeldBase(model, recipe_of(model))
     base, codes = handed_over(model, source)
-    assert base.original == "the checkpoint is FP8"
+    assert base.original() == "the checkpoint is FP8"
     read = dict(base.originals())
     assert read.keys() == codes.keys()
     assert all(torch.equal(read[name], dequantize_weight(codes[name], torch.bfloat16)) for name in read)
@@ -88,15 +89,29 @@ def test_a_base_that_was_changed_after_it_was_loaded_is_not_taken_for_the_folder
     with torch.no_grad():
         model.get_parameter(changed)[3, 5] = 0.5
     base, _ = handed_over(model, HeldBase(model, recipe_of(model)))
-    with pytest.raises(ValueError, match=rf"not those that were trained on: {changed}.*trainer\.save_model"):
+    with pytest.raises(
+        ValueError, match=rf"not those that the adapters were trained on: {changed}.*trainer\.save_model"
+    ):
         dict(base.originals())
+
+
+def test_a_base_of_an_older_commit_is_read_again_at_that_commit(checkpoint, tmp_path, monkeypatch):
+    write_repository([checkpoint("qwen3", seed=1), checkpoint("qwen3", seed=2)], tmp_path, monkeypatch)
+    model = AutoModelForCausalLM.from_pretrained(NAME, revision=COMMITS[0], dtype=torch.bfloat16)
+    base, codes = handed_over(model, HeldBase(model, recipe_of(model)))
+    expected = dict(from_pretrained(checkpoint("qwen3", seed=1)).named_parameters())
+    read = dict(base.originals())
+    assert read.keys() == codes.keys() and all(torch.equal(read[name], expected[name]) for name in read)
 
 
 def test_a_base_that_cannot_be_read_again_is_dequantized_with_a_reason(checkpoint):
     model = from_pretrained(checkpoint("qwen3"))
     base, codes = handed_over(model, HeldBase(model, recipe_of(model)))
-    model.config.name_or_path = "/nowhere"
-    assert base.original.startswith("the original ones cannot be read again: ") and "/nowhere" in base.original
+    folder, model.config.name_or_path = model.config.name_or_path, "/nowhere"
+    reason = base.original()
+    assert reason.startswith("the original weights cannot be read again: ") and "/nowhere" in reason
     read = dict(base.originals())
     assert read.keys() == codes.keys()
     assert all(torch.equal(read[name], dequantize_weight(codes[name], torch.bfloat16)) for name in read)
+    model.config.name_or_path = folder  # as after a network that was down
+    assert isinstance(base.original(), StoredBase)

@@ -14,6 +14,7 @@ from trl.trainer.utils import create_model_from_path
 
 from testing import other_models, tiny_models
 from testing.held import layout_for
+from testing.hub_cache import COMMITS, NAME, write_repository
 from trl_fp8.export.export import export_fp8
 from trl_fp8.features.shared_base import stored_base as stored
 from trl_fp8.features.shared_base.stored_base import load_without_base
@@ -129,17 +130,13 @@ def test_a_dtype_that_is_asked_for_is_that_of_what_is_loaded_and_not_of_what_is_
     assert {tensor.dtype for _, tensor in base.tensors()} == {torch.bfloat16}
 
 
-def test_a_snapshot_of_the_hub_is_read_at_its_revision(checkpoint, tmp_path):
+def test_a_snapshot_of_the_hub_is_read_at_its_revision(checkpoint, tmp_path, monkeypatch):
     """transformers resolves the files, and those are read."""
-    repository = tmp_path / "models--user--tiny"
-    for revision, seed in (("a" * 40, 1), ("b" * 40, 2)):
-        shutil.copytree(checkpoint("qwen3", seed=seed), repository / "snapshots" / revision)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("b" * 40)
-    options = {"cache_dir": str(tmp_path), "revision": "a" * 40}
-    policy, base = load_without_base(AutoModelForCausalLM.from_pretrained, "user/tiny", recipe_for_model, **options)
+    write_repository([checkpoint("qwen3", seed=1), checkpoint("qwen3", seed=2)], tmp_path, monkeypatch)
+    load = AutoModelForCausalLM.from_pretrained
+    policy, base = load_without_base(load, NAME, recipe_for_model, revision=COMMITS[0])
     usual = from_pretrained(checkpoint("qwen3", seed=1))
-    assert same(policy.lm_head.weight, usual.lm_head.weight) and policy.name_or_path == "user/tiny"
+    assert same(policy.lm_head.weight, usual.lm_head.weight) and policy.name_or_path == NAME
     assert same(dict(base.tensors())[f"{UP}.weight"], usual.get_submodule(UP).weight)
 
 
@@ -274,7 +271,7 @@ def test_checkpoints_that_cannot_be_a_base_are_refused(checkpoint, tmp_path):
     pickled = tmp_path / "pickled"
     shutil.copytree(folder, pickled, ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save(from_pretrained(folder).state_dict(), pickled / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"and not from pytorch_model\.bin\. Write it anew"):
+    with pytest.raises(ValueError, match=r"and not from pytorch_model\.bin\. Write the model anew"):
         loaded(pickled)
     model = tiny_models.on_meta()
     model.config.architectures = ["Qwen3ForCausalLM"]

@@ -23,17 +23,17 @@ def output(prompt, completion, survivors=None):
 
 
 def found(log, *sequences):
-    return [(note.counts_T.tolist(), note.ids_E.tolist()) for note in log.of([list(each) for each in sequences])]
+    return [(note.counts_T.tolist(), note.ids_E.tolist()) for note in log.notes_on([list(each) for each in sequences])]
 
 
 def test_survivors_that_vllm_returns_belong_to_tokens_after_the_prompt():
     log = SurvivorLog(returned_survivors)
     log.generated([output([1, 2], [3, 4], [[3], [4, 7, 9]]), output([1], [5], [[5, 6]])])
     assert found(log, [1, 2, 3, 4], [1, 5]) == [([0, 0, 1, 3], [3, 4, 7, 9]), ([0, 2], [5, 6])]
-    assert all(note.ids_E.dtype == note.counts_T.dtype == np.int32 for note in log.of([[1, 5]]))
+    assert all(note.ids_E.dtype == note.counts_T.dtype == np.int32 for note in log.notes_on([[1, 5]]))
     log.begin()
-    with pytest.raises(RuntimeError, match=r"1 of 1 rollouts were not generated .*\(top_p=1.0"):
-        log.of([[1, 5]])
+    with pytest.raises(RuntimeError, match=r"1 of 1 rollouts were not generated .*otherwise set top_p=1.0"):
+        log.notes_on([[1, 5]])
     with pytest.raises(RuntimeError, match="return_sampling_mask was set"):
         log.generated([output([1, 2], [3])])
 

@@ -21,7 +21,7 @@ ON_LOG_PROBS, ON_ENTROPY = np.linspace(-1, 1.5, N), np.linspace(0.7, -0.4, N)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """So that tokens, survivors and vocabulary are cut in several places."""
-    monkeypatch.setattr(module, "TOKENS", 2)
+    monkeypatch.setattr(module, "TOKENS_AT_A_TIME", 2)
     monkeypatch.setattr(module, "TOKEN_CHUNK_SIZE", 3)
 
 
@@ -109,5 +109,5 @@ def test_chunks_of_a_batch_take_their_own_survivors_and_no_more_than_there_are()
     counts, ids = survivors.take(4)
     assert counts.tolist() == [1, 4, 0, 3] and ids.tolist() == [3, 0, 3, 4, 10, 7, 2, 9]
     assert survivors.take(3)[1].tolist() == [*range(V), 8, 1]
-    with pytest.raises(RuntimeError, match="scores 1 tokens, and 0 are left"):
+    with pytest.raises(RuntimeError, match="scores 1 tokens, but only 0 are left"):
         survivors.take(1)

@@ -11,6 +11,7 @@ from testing.runs import arguments, recorded, rows, training
 from trl_fp8.features.truncated_sampling.truncated_head import truncated_head
 from trl_fp8.features.truncated_sampling.truncation import BatchSurvivors, Truncation
 from trl_fp8.policy.swapped import scored_by
+from trl_fp8.sync.records import Occasion
 
 
 pytestmark = pytest.mark.engine
@@ -56,14 +57,14 @@ def test_the_engine_tells_which_tokens_were_left(run):
     assert trainer.vllm_generation.generation_kwargs["top_k"] == VOCABULARY  # vLLM wants a bound; this is none
     parameters = SamplingParams(**SAMPLING, top_k=9, max_tokens=24, logprobs=-1, ignore_eos=True)
     llm, steps = trainer.vllm_generation.llm, []
-    llm.begin((9, 1), keep_weights=True)
+    llm.begin(Occasion(9, 1, 1), keep_weights=True)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     schedule = scheduler.schedule
     scheduler.schedule = lambda *args, **kwargs: steps.append(schedule(*args, **kwargs)) or steps[-1]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in engines.PROMPTS], parameters, use_tqdm=False)
     scheduler.schedule = schedule
     assert any(step.scheduled_cached_reqs.resumed_req_ids for step in steps)  # a request that began again
-    found = trainer.feature(Truncation).log.of(
+    found = trainer.feature(Truncation).log.notes_on(
         [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     )
     for output, survivors in zip(outputs, found, strict=True):
@@ -115,6 +116,6 @@ def test_tokens_without_survivors_are_not_trained_on(run):
     log = feature.log
     note = log.generated
     log.generated = lambda outputs: note(outputs) or [record[1].counts_T.fill(0) for record in log.records[:1]]
-    with pytest.raises(RuntimeError, match=r"log-probs of \d+ tokens, and for \d+ of them no token that top_p"):
+    with pytest.raises(RuntimeError, match=r"log-probs of \d+ tokens, but for \d+ of them not the tokens"):
         trainer._generate_and_score_completions([{"prompt": "10+20="}] * 8)
-    assert feature._now is not None
+    assert feature._current is not None

@@ -1,4 +1,4 @@
-"""`ColocatedEngine`: vLLM in this process, with what a delivery needs of it."""
+"""`ColocatedEngine`: a vLLM engine in this process, to which weight syncs are delivered."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,36 +27,45 @@ from .rollout_llm import RolloutLLM
 from .scale_copies import KVScaleCopies, fp8_attention_layers
 
 
-class Generation(EngineOfPolicy, Protocol):
-    """The part of `FP8VLLMGeneration` that an `EnginePart` may use."""
+class Delivered(EngineOfPolicy, Protocol):
+    """The attributes of `DeliveredGeneration` that an `EnginePart` may use, with a colocated engine or a server."""
+
+    weights: PolicyWeights
+    delivery: InPlaceDelivery
+    replicas: Replicas | None
+
+
+class Generation(Delivered, Protocol):
+    """The attributes and methods of `FP8VLLMGeneration` that an `EnginePart` may use."""
 
     platform: Platform
     llm: RolloutLLM
     engine: "ColocatedEngine"
-    weights: PolicyWeights
-    delivery: InPlaceDelivery
-    replicas: Replicas | None
-    generation_kwargs: dict  # sampling parameters of TRL's, which win over its flags
+    generation_kwargs: dict  # TRL's `generation_kwargs`: sampling parameters, which override the flags
     top_k: int
 
     def wake_weights(self) -> bool:
-        """Wake the weights. Return True if the engine lost them in its sleep."""
+        """Wake the engine's weights. Return whether sleep mode discarded their values."""
 
     def cache_awake(self) -> AbstractContextManager[None]:
-        """Wake the KV cache inside the block."""
+        """Keep the KV cache awake inside the block."""
 
     def largest(self, values: list[float]) -> list[float]:
         """Return the element-wise maximum of `values` over all ranks of the job. Collective."""
 
     def sample_with(self, **parameters: object) -> None:
-        """Set sampling parameters of vLLM for each generation from now on."""
+        """Set sampling parameters of vLLM for all later generations."""
 
 
 class ColocatedEngine:
-    """`sync.delivery.Engine` whose tensors are written in place; `wake` gives them memory if the engine sleeps.
+    """A `sync.delivery.Engine` whose tensors a sync writes in place.
 
-    `ValueError` if it holds tensors under other names than the policy's, or where no sync can reach; `RuntimeError` if
-    a kernel does not keep what it is sent.
+    Args:
+        wake: `Generation.wake_weights`.
+
+    Raises:
+        ValueError: The engine's tensor names differ from the policy's, or a sync cannot reach one of its tensors.
+        RuntimeError: A kernel does not keep the weights in the form in which a sync sends them.
     """
 
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], bool]):
@@ -65,39 +74,42 @@ class ColocatedEngine:
         keep_untiled_scales(self.model)
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
-        of_policy = engine_layout(self.model, recipe.linears, buffers)
-        require_same_tensors(policy, recipe, of_policy)
-        added = [piece for each in self.model.modules() if isinstance(each, Added) for piece in each.pieces()]
-        self.layout = Layout([*of_policy.pieces.values(), *added])
+        policy_layout = engine_layout(self.model, recipe.linears, buffers)
+        require_same_tensors(policy, recipe, policy_layout)
+        added = [piece for module in self.model.modules() if isinstance(module, Added) for piece in module.pieces()]
+        self.layout = Layout([*policy_layout.pieces.values(), *added])
         self.numerics = EngineNumerics(
             fp8_kernels(self.model), activation_scaling(self.model), query_rounded=quantizes_query(self.model)
         )
         self._kv_layers = kv_layers(caches_of(policy.config.get_text_config()))
 
     def kv_scales(self) -> KVScaleCopies:
-        """Return the scales of the FP8 KV cache. Raises as `fp8_attention_layers`."""
+        """Return the scales of the FP8 KV cache, to write and verify. Raises what `fp8_attention_layers` raises."""
         return KVScaleCopies(fp8_attention_layers(self.model, self._kv_layers, self._recipe.kv_cache_skip_layers))
 
     def constants(self, device: torch.device) -> TensorGroup:
-        """Return the buffers that no policy has: rotary angles, normalizers of embeddings, maps of experts.
+        """Return the engine's constant buffers: rotary angles, normalizers of embeddings, maps of experts.
 
-        vLLM makes them at its start and only reads them. If an audit finds one changed, all are written again from
-        copies on the host, which a stray write on the device cannot reach. vLLM restores buffers itself when it wakes.
-        Scales of k, v and q are left out: `KVScaleCopies` verifies those that an FP8 KV cache uses, and nothing reads
-        the others.
+        The policy has no such tensors. vLLM creates the buffers at its start and only reads them afterwards. If an
+        audit finds that one has changed, all are written again from copies in host memory, which a stray write on the
+        device cannot reach. vLLM restores buffers itself when it wakes.
+
+        KV scales are not among these buffers: `KVScaleCopies` verifies the scales of an FP8 KV cache, and nothing
+        reads the scales of other layers.
         """
         copies: dict[str, torch.Tensor] = {}
         layout = constants_layout(self.model, self.layout)
 
-        def as_found() -> AbstractContextManager[Iterator[NamedTensor]]:
+        def original_values() -> AbstractContextManager[Iterator[NamedTensor]]:
+            # The first call makes the copies
             if not copies:
                 copies.update((name, tensor.to("cpu", copy=True)) for name, tensor in layout.held.items())
             return nullcontext((name, tensor.to(device)) for name, tensor in copies.items())
 
-        return TensorGroup(layout, as_found, survives_sleep=True)
+        return TensorGroup(layout, original_values, survives_sleep=True)
 
     def arrive(self) -> None:
-        """Do nothing: what was written is where the engine's kernels read it."""
+        """Do nothing: a sync writes directly into the tensors that the engine's kernels read."""
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():
@@ -105,4 +117,4 @@ class ColocatedEngine:
                 "vLLM did not reset its prefix cache after a weight sync, because requests are still running: cached "
                 "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
             )
-        self.llm.llm_engine.reset_encoder_cache()  # what a vision tower made of images
+        self.llm.llm_engine.reset_encoder_cache()  # outputs of a vision tower, also of the old weights

@@ -1,4 +1,6 @@
-"""`DeliveredGeneration`: what TRL's `VLLMGeneration` does with the policy, by deliveries that prove themselves."""
+"""`DeliveredGeneration`: TRL's `VLLMGeneration`, except that weights reach the engine by audited deliveries
+(sync/delivery.py).
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +25,9 @@ from .policy_weights import PolicyWeights, adapters_of_parameters, merged, resha
 
 
 class DeliveredGeneration(VLLMGeneration):
-    """Base of engines for TRL. A subclass starts one in `_init_vllm`, and sets what is declared here."""
+    """Base of TRL's generation objects here. A subclass starts its engine in `_init_vllm` and sets the attributes
+    declared here; `engine.protocol.RolloutEngine` says what they mean.
+    """
 
     numerics: EngineNumerics
     weights: PolicyWeights
@@ -47,15 +51,15 @@ class DeliveredGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _one_of(self, hook: str) -> Any:
-        """Return what the one part with an answer to `hook` returns; None if no part has one."""
-        answers = []
+        """Call the method `hook` of all parts and return the one result that is not None; None if all are None."""
+        results = []
         for part in self.parts:
-            answer = getattr(part, hook)(self)
-            if answer is not None:
-                answers.append(answer)
-        if len(answers) > 1:
-            raise RuntimeError(f"{len(answers)} features decide `{hook}` of one engine, and it takes one.")
-        return answers[0] if answers else None
+            result = getattr(part, hook)(self)
+            if result is not None:
+                results.append(result)
+        if len(results) > 1:
+            raise RuntimeError(f"{len(results)} features decide `{hook}` of one engine, and it takes one.")
+        return results[0] if results else None
 
     @property
     def last_sync(self) -> SyncReport | None:
@@ -66,31 +70,34 @@ class DeliveredGeneration(VLLMGeneration):
         return self.delivery.failures
 
     def sync_weights(self) -> None:
-        self.delivery.deliver(self.weights.sent)
+        """Before a generation: compute the KV scales anew, deliver, and let features check the engine."""
+        self.delivery.deliver(self.weights.tensors_to_send)
         for part in self.parts:
             part.synced(self)
         self.after_sync()
 
     def send_weights(self) -> None:
-        self.delivery.deliver(self.weights.sent, prepare=False)
+        """Before a loss: deliver the weights alone, with the KV scales of the last sync."""
+        self.delivery.deliver(self.weights.tensors_to_send, prepare=False)
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
-        """Return the tensors of a checkpoint of the policy. What lives in the engine alone is among them on the main
-        process only. Collective.
+        """Return `(checkpoint name, full tensor)` of the policy, in a `with` block. Collective.
+
+        Tensors that exist only in the engine (a shared FP8 base) are yielded on the main process only.
         """
-        return self.weights.merged()
+        return self.weights.policy_tensors()
 
     def _iter_named_params(self) -> Iterator[NamedTensor]:
-        """Iterate as TRL does, but merge adapters into one weight at a time."""
+        """Yield what TRL yields, but merge and unmerge adapters weight by weight instead of in the whole model."""
         reshard(self.model, self._dist)
-        adapted = is_peft_model(self.model)
-        adapters = adapters_of_parameters(self.model) if adapted else {}
-        with (
-            gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext(),
-            self._dist.gather_params(list(self.model.parameters()) if adapted else []),
-        ):
-            yield from () if adapted else super()._iter_named_params()
-            for name, parameter in self.model.named_parameters() if adapted else ():
+        gather_errors = gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext()
+        if not is_peft_model(self.model):
+            with gather_errors:
+                yield from super()._iter_named_params()
+            return
+        adapters = adapters_of_parameters(self.model)
+        with gather_errors, self._dist.gather_params(list(self.model.parameters())):
+            for name, parameter in self.model.named_parameters():
                 if not of_adapter(name, self.model):
                     with merged(adapters.get(id(parameter), ())):
                         weight = parameter.detach()

@@ -1,8 +1,9 @@
-"""Undoes what vLLM changes in this process when an engine starts.
+"""Contexts that undo what vLLM changes in this process when an engine starts.
 
-Once an engine has started, vLLM caches the settings it read (`vllm.envs`). So the engine keeps them, and the
-environment can be put back. The next engine reads the environment anew (`forget_choices`), and from then on earlier
-engines have that one's settings, too: only the last engine of a process may be used.
+Once an engine has started, vLLM caches the settings that it read from the environment (`vllm.envs`). So the
+environment can be restored, and the engine keeps its settings. `forget_choices` clears that cache before another
+engine starts. The cache then has the new engine's settings, which earlier engines would read, too. So only the last
+engine of a process may be used.
 """
 
 import os
@@ -19,13 +20,14 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 
 
-# vLLM's compiler points the first two at the folder of its model: a trainer that compiles would write there, too. It
-# sets the last one for some models, after which no engine of this process would be compiled
+# Environment variables that vLLM sets. Its compiler sets the two folders to a cache folder for the engine's model: a
+# trainer that compiles would write there, too. vLLM sets the third variable for some models, and then compiles no
+# later engine of this process
 SET_BY_VLLM = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 
 @contextmanager
-def environment_kept(settings: Mapping[str, str] | None = None) -> Iterator[None]:
+def environment_restored(settings: Mapping[str, str] | None = None) -> Iterator[None]:
     """Set `settings` in the environment inside the block; restore them and `SET_BY_VLLM` afterwards."""
     settings = settings or {}
     before = {name: os.environ.get(name) for name in (*SET_BY_VLLM, *settings)}
@@ -41,9 +43,11 @@ def environment_kept(settings: Mapping[str, str] | None = None) -> Iterator[None
 
 
 @contextmanager
-def configs_kept() -> Iterator[None]:
-    """Restore transformers' table of configs after the block. vLLM registers its own for types like Qwen3-Next, for
-    the whole process, and they lack fields that transformers' models read.
+def configs_restored() -> Iterator[None]:
+    """Restore transformers' table of config classes after the block.
+
+    For model types like Qwen3-Next vLLM registers its own config classes in that table, for the whole process.
+    They lack fields that transformers' models read.
     """
     before = dict(CONFIG_MAPPING._extra_content)
     try:
@@ -53,30 +57,31 @@ def configs_kept() -> Iterator[None]:
         CONFIG_MAPPING._extra_content.update(before)
 
 
-def classes_derived(recipe: FP8Recipe) -> AbstractContextManager[None]:
+def policy_class_unchanged(recipe: FP8Recipe) -> AbstractContextManager[None]:
     """Keep engines that start inside the block from changing the policy's class.
 
-    For a model without a vLLM class, the transformers backend builds transformers' own, and gives that class another
-    base and constructor, so that it can be compiled. An existing policy of the class then lacks what the new base
-    expects ("'Olmo2Model' object has no attribute 'do_not_compile'"). So the backend gets a class that is derived from
-    transformers', with the same source and modules.
+    If vLLM has no class for a model, its transformers backend builds transformers' class. To compile it, the backend
+    gives that class another base class and constructor. A policy that exists already then lacks attributes of the new
+    base class ("'Olmo2Model' object has no attribute 'do_not_compile'"). So inside the block the backend builds a
+    subclass of transformers' class, with the same source and modules.
     """
     if not family_of(recipe.model_type).by_transformers:
         return nullcontext()
-    from vllm.model_executor.models.transformers import base  # no other model needs it
+    from vllm.model_executor.models.transformers import base  # imported here, as no other model needs it
 
-    return substituted(base, "AutoModel", _Derived)
+    return substituted(base, "AutoModel", _AutoModelStandIn)
 
 
-class _Derived:
-    """Stands in for `transformers.AutoModel`, of which the backend calls only `from_config`."""
+class _AutoModelStandIn:
+    """Stand-in for `transformers.AutoModel` that builds subclasses. The backend calls only `from_config`."""
 
     @staticmethod
     def from_config(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
         with set_default_torch_dtype(dtype):
-            return _derived(MODEL_MAPPING[type(config)])(config)
+            return _subclass(MODEL_MAPPING[type(config)])(config)
 
 
 @cache
-def _derived(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _subclass(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return a subclass with the same name and module, so that vLLM finds the same source. One for each class."""
     return type(cls.__name__, (cls,), {"__module__": cls.__module__})

@@ -1,12 +1,13 @@
 """The choice of the kernel of vLLM that multiplies with FP8 weights: the fastest that passes a check on this device.
 
-    check    a weight is quantized as for a sync and written to a layer as a started engine holds it; the kernel's
-             product is compared with that of the same codes in FP64; if a trainer shares the kernel, rows
-             of a batch are also compared, bit for bit, with the same rows of a larger one
-    timing   the model's own shapes, as vLLM fuses and shards them: with 8 and 64 rows, as decoding has at the end of
-             a rollout, and with max_num_seqs, as at its start
+    check    A weight is quantized as for a sync and written to a layer as a started engine holds it. The kernel's
+             product is compared with the product of the same codes in FP64. If a trainer shares the kernel, rows of a
+             batch are also compared, bit for bit, with the same rows of a larger batch
+    timing   The model's own shapes are timed, as vLLM fuses and shards them: with 8 and 64 rows, as in decoding at the
+             end of a rollout, and with max_num_seqs rows, as at its start
 
-All ranks of a job take the same kernel: one that fails on any rank is dropped, and the slowest rank's time counts.
+All ranks of a job take the same kernel. A kernel that fails on any rank is dropped, and the slowest rank's time
+counts.
 """
 
 import os
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
 )
+from vllm.utils.flashinfer import has_flashinfer
 
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.e4m3 import E4M3
@@ -54,36 +57,43 @@ from .numerics import (
 
 logger = get_logger(__name__)
 
-Shape = tuple[int, int]  # of a weight, [N, K]
-DECODED = 8, 64  # rows of the timed calls, beside max_num_seqs
-REPETITIONS = 5  # of which the median counts
-CHECKED, CHECKED_ROWS = (256, 512), (3, 130)  # shape of the weight and rows in the check
-INVARIANT_ROWS = (1, 7, 64, 130)  # of a batch of 300; around these numbers kernels change their tiles
+Shape = tuple[int, int]  # shape of a weight, [N, K]
+DECODED = 8, 64  # batch sizes (rows) of the timed calls, beside max_num_seqs
+REPETITIONS = 5  # timed repetitions of a call, of which the median counts
+CHECKED = (256, 512)  # shape of the weight in the check
+CHECKED_ROWS = (3, 130)  # batch sizes in the check
+INVARIANT_ROWS = (1, 7, 64, 130)  # batch sizes compared with a batch of 300; kernels change their tiles near these
 WITHOUT_NVCC = (
     ". This host has no nvcc, so it loses DeepGEMM, often the fastest kernel on Hopper; another one runs FP8 linears. "
     "Run: pip install 'nvidia-cuda-nvcc==13.*' nvidia-cuda-cccl, or set CUDA_HOME to a toolkit with nvcc 13, or go on."
 )
-TOOLKIT = "/usr/local/cuda"  # where DeepGEMM looks last
-# pip's nvcc can be newer than the CUDA headers that torch pins beside it. CCCL refuses such a pair unless this is set;
-# DeepGEMM's kernels do compile with such a pair
+WITHOUT_FLASHINFER = (
+    "vLLM takes FlashInfer only if nvcc, with which it compiles, is on PATH before vLLM is imported; CUDA_HOME is not "
+    "enough. Put its folder on PATH and start again: pip's nvcc is in site-packages/nvidia/cu13/bin"
+)
+TOOLKIT = "/usr/local/cuda"  # the last folder in which DeepGEMM looks for nvcc
+# pip's nvcc can be newer than the CUDA headers that torch pins beside it. CCCL refuses such a pair unless this flag is
+# set. DeepGEMM's kernels do compile with such a pair
 ANY_PAIR = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
-Agree = Callable[[list[float]], list[float]]  # each number's maximum over all ranks of the job; a collective
+Agree = Callable[[list[float]], list[float]]  # returns each number's maximum over all ranks of the job; a collective
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """A kernel of vLLM's to choose, without an engine around it."""
+    """A kernel of vLLM's that may be chosen. It is run without an engine."""
 
     name: str  # value of vLLM's `linear_backend`
     spec: FormatSpec
-    scale_format: ScaleFormat  # of the weights' scales
+    scale_format: ScaleFormat  # format of the weights' scales
     device: torch.device
-    config: PretrainedConfig  # the policy's; vLLM refuses DeepGEMM for some
-    batch_invariant: bool = False  # no batch may change a row's bits
+    config: PretrainedConfig  # the policy's text config, because vLLM refuses DeepGEMM for some models
+    batch_invariant: bool = False  # whether a row must have the same bits in every batch
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise if it cannot be used: `ValueError` if it is not meant for this device, any other error if it fails."""
+        """Raise if the kernel cannot be used: `ValueError` if it is not meant for this device or for sharing, any
+        other error if it fails.
+        """
         generator = torch.Generator().manual_seed(0)
         weight = self._uneven(*CHECKED, generator)
         x = self._uneven(CHECKED_ROWS[-1], CHECKED[1], generator)
@@ -95,21 +105,23 @@ class Gemm:
             )
         kernel.process_weights_after_loading(layer)
         keep_untiled_scale(kernel, layer)
-        if reason := why_linear_unverifiable(kernel, layer):
+        reason = why_linear_unverifiable(kernel, layer)
+        if reason:
             raise ValueError(reason)
         [codes] = quantize_fused([weight], self.spec, self.scale_format)
         layer.write(codes)
         w = dequantize_weight(codes, torch.float32).double()
-        # Values next to those of codes: dividing by a scale and multiplying by its reciprocal give the same code there
+        # Replace x by products of codes and scales. For these a division by the scale and a multiplication by its
+        # reciprocal give the same codes
         x = dequantize_weight(quantize_as_engine(x, self.spec, kernel_scaling(kernel, 1)), torch.bfloat16)
         for rows in CHECKED_ROWS:
             found = kernel.apply_weights(layer, x[:rows]).double()
             quantized = quantize_as_engine(x[:rows], self.spec, kernel_scaling(kernel, rows))
             a = dequantize_weight(quantized, torch.float32).double()
             expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
-            # Rounding to BF16 is off by 2^-8 at most. Tensor cores truncate 32 products, and the accumulator that they
-            # are added to, to 14 bits: four times in 128 elements, after which kernels add in FP32
-            wrong = ~((found - expected).abs() <= 2.0**-8 * expected.abs() + 4 * 2.0**-13 * magnitudes)  # so is NaN
+            # Rounding to BF16 is off by 2^-8 at most. Tensor cores truncate 32 products and their accumulator to 14
+            # bits, 4 times per 128 elements; the rest is added in FP32. Negated, so that NaN counts as wrong
+            wrong = ~((found - expected).abs() <= 2.0**-8 * expected.abs() + 4 * 2.0**-13 * magnitudes)
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 raise RuntimeError(
@@ -123,14 +135,15 @@ class Gemm:
         x = self._uneven(300, CHECKED[1], torch.Generator().manual_seed(1))
         whole = kernel.apply_weights(layer, x)
         for rows in INVARIANT_ROWS:
-            if differ := int((kernel.apply_weights(layer, x[:rows]) != whole[:rows]).sum()):
+            wrong = int((kernel.apply_weights(layer, x[:rows]) != whole[:rows]).sum())
+            if wrong:
                 raise RuntimeError(
-                    f"{differ} of {rows * CHECKED[0]} outputs of {rows} rows differ in a batch of {len(x)}; "
+                    f"{wrong} of {rows * CHECKED[0]} outputs of {rows} rows differ in a batch of {len(x)}; "
                     "a trainer that shares the kernel needs the same bits"
                 )
 
     def _uneven(self, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-        """Return BF16 numbers whose magnitude differs between blocks, so that an exchange of scales shows."""
+        """Return BF16 numbers whose magnitudes differ between blocks, so that swapped scales give a wrong product."""
         height, width = self.spec.weight_block or (BLOCK, BLOCK)
         factors = torch.exp2(torch.randint(4, (-(-rows // height), columns // width), generator=generator).float())
         spread = factors.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)
@@ -139,15 +152,18 @@ class Gemm:
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
         """Return the time of one call with a weight of `shape`."""
-        kernel, layer = self.kernel_and_layer(shape)  # processing it after loading changes nothing: `check` saw it
+        # No `process_weights_after_loading`: `check` has shown that the kernel keeps the weight as it is
+        kernel, layer = self.kernel_and_layer(shape)
         x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
         return replayed_seconds(partial(kernel.apply_weights, layer, x))
 
     def kernel_and_layer(self, shape: Shape) -> tuple[Any, "_Layer"]:
-        """Return vLLM's kernel and a layer as loaded; `ValueError` if there is no such kernel."""
+        """Return vLLM's kernel and a layer as vLLM loads it; `ValueError` if there is no such kernel."""
         if self.name in ("deep_gemm", "flashinfer_cutlass"):
             find_nvcc()
-        # The part of an engine's configuration that kernels read; custom_ops: vLLM's own operator quantizes, as there
+        if self.name == "flashinfer_cutlass" and find_spec("flashinfer") and not has_flashinfer():
+            raise ValueError(WITHOUT_FLASHINFER)
+        # The part of an engine's configuration that kernels read. custom_ops: quantize with vLLM's own operator
         config = SimpleNamespace(
             compilation_config=CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"]),
             kernel_config=SimpleNamespace(linear_backend=self.name, linear_backend_per_quant=None),
@@ -178,7 +194,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.spec = spec
         self.output_size_per_partition, self.input_size_per_partition = shape
-        self.weight_block_size = spec.weight_block and list(spec.weight_block)
+        self.weight_block_size = list(spec.weight_block) if spec.weight_block else None
         self.input_scale = None
         codes = torch.randint(0x7F, shape, dtype=torch.uint8, device=device).view(E4M3)  # all are finite
         self.weight = nn.Parameter(codes.t() if spec.weight_transposed else codes, requires_grad=False)
@@ -188,7 +204,8 @@ class _Layer(nn.Module):
     def write(self, codes: Float8Tensor) -> None:
         """Write codes and scales as a sync does."""
         self.weight.copy_(codes.qdata.t() if self.spec.weight_transposed else codes.qdata)
-        sent, scale = stored_scale(codes, self.spec), getattr(self, self.spec.scale_attribute)
+        sent = stored_scale(codes, self.spec)
+        scale = getattr(self, self.spec.scale_attribute)
         if hasattr(self, UNTILED_SCALE):
             getattr(self, UNTILED_SCALE).copy_(sent)
             sent = tiled_scale(self)
@@ -198,10 +215,11 @@ class _Layer(nn.Module):
 def replayed_seconds(call: Callable[[], object]) -> float:
     """Return the time of a call on the current GPU: from a CUDA graph and with an empty cache, as in a decode step.
 
-    Not by `torch.cuda.graph`, which returns all unused memory to the driver before each capture: there are dozens.
+    `torch.cuda.graph` is not used, because it returns all unused memory to the driver before each capture, of which
+    there are dozens.
     """
-    call()  # compiles
-    graph, times = torch.cuda.CUDAGraph(), []
+    call()  # compiles the kernel
+    graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may watch collectives
@@ -210,6 +228,7 @@ def replayed_seconds(call: Callable[[], object]) -> float:
         finally:
             graph.capture_end()
     flush = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
+    times = []
     for _ in range(REPETITIONS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         flush.zero_()
@@ -231,10 +250,10 @@ def pinned_gemm(
     max_num_seqs: int,
     batch_invariant: bool = False,
 ) -> dict[str, str]:
-    """Return `linear_backend` for `LLM(...)`: the best of `backends`; one that the user asks for is only checked.
+    """Return `linear_backend` for `LLM(...)`: the fastest of `backends`, or the one that the user names if it works.
 
-    `{}` if no linear is FP8, or if the user asks for one that is not in `backends`: what its layers hold is checked
-    when the engine has started.
+    Returns `{}` if no linear is FP8, or if the user names one that is not in `backends`. vLLM then starts with the
+    user's, and `numerics.require_auditable` checks the layers of the started engine.
     """
     user_backend = (user or {}).get("linear_backend")
     names = [name for name in backends if user_backend in (None, name)]
@@ -243,9 +262,9 @@ def pinned_gemm(
     config = policy.config.get_text_config()
     candidates = [Gemm(name, recipe.format, recipe.scale_format, device, config, batch_invariant) for name in names]
     most = (user or {}).get("max_num_seqs", max_num_seqs)
-    decides = [*(rows for rows in DECODED if rows < most), most]
-    chosen = fastest(candidates, recipe.gemms(outline_of(policy)), decides, agree)
-    if device.type == "cuda":  # vLLM measures the free memory when it starts
+    row_counts = [*(rows for rows in DECODED if rows < most), most]
+    chosen = fastest(candidates, recipe.gemms(outline_of(policy)), row_counts, agree)
+    if device.type == "cuda":  # free memory, because vLLM measures how much is free when it starts
         torch.cuda.empty_cache()
     return {"linear_backend": chosen.name}
 
@@ -253,31 +272,33 @@ def pinned_gemm(
 def fastest(
     candidates: Sequence[Gemm],
     gemms: Mapping[Shape, int],
-    decides: Sequence[int],
+    row_counts: Sequence[int],
     agree: Agree = list,
 ) -> Gemm:
-    """Return the candidate that is fastest over all layers, among those that pass their check; `RuntimeError` with the
-    reason of each if none does.
+    """Return the candidate that is fastest over all layers, among those that pass their check.
 
-    All numbers of rows in `decides` have the same weight: each time is divided by that of the fastest candidate for
-    as many rows. `candidates` are the same on all ranks; `gemms`: shape of a weight -> number of layers.
+    `RuntimeError` with the reason of each if none passes. All `row_counts` have the same weight, because each time is
+    divided by the time of the fastest candidate for as many rows. `candidates` are the same on all ranks. `gemms` maps
+    the shape of a weight to the number of layers that have it.
     """
     reasons = {each.name: _tried(each, each.check)[1] for each in candidates}
     passed = _agreed(candidates, reasons, agree)
     if len(passed) == 1:
         return passed[0]
     times = {}
-    for rows in decides:
+    for rows in row_counts:
         for shape in gemms:
             for each in passed:
                 if reasons[each.name] is None:
-                    measured = _tried(each, partial(each.seconds, shape, rows))
-                    times[each.name, rows, shape], reasons[each.name] = measured
+                    seconds, reason = _tried(each, partial(each.seconds, shape, rows))
+                    times[each.name, rows, shape] = seconds
+                    reasons[each.name] = reason
     passed = _agreed(passed, reasons, agree)
-    sums = [
-        sum(n * times[each.name, rows, shape] for shape, n in gemms.items()) for rows in decides for each in passed
-    ]
-    slowest = torch.tensor(agree(sums), dtype=torch.float64).view(len(decides), len(passed))
+    totals = []  # seconds of all layers, by number of rows and candidate
+    for rows in row_counts:
+        for each in passed:
+            totals.append(sum(layers * times[each.name, rows, shape] for shape, layers in gemms.items()))
+    slowest = torch.tensor(agree(totals), dtype=torch.float64).view(len(row_counts), len(passed))  # of all ranks
     relative = slowest / slowest.amin(1, keepdim=True)  # to the fastest, for each number of rows
     chosen = passed[int(relative.sum(0).argmin())]
     logger.info(f"FP8 linears run on {chosen.name!r}, microseconds of a call:\n{_table(passed, gemms, times)}")
@@ -288,13 +309,13 @@ def _agreed(candidates: Sequence[Gemm], reasons: Mapping[str, str | None], agree
     """Return the kernels that no rank rejected."""
     failed = agree([float(reasons[each.name] is not None) for each in candidates])
     if all(failed):
-        between = "\n  "
-        against = (f"{each.name}: {reasons[each.name] or 'failed on another rank'}" for each in candidates)
+        lines = [f"{each.name}: {reasons[each.name] or 'failed on another rank'}" for each in candidates]
+        all_reasons = listed(lines, 8, "\n  ")
         raise RuntimeError(
-            f"none of vLLM's kernels can be used for FP8 linears on this device:\n  {listed(against, 8, between)}\n"
+            f"none of vLLM's kernels can be used for FP8 linears on this device:\n  {all_reasons}\n"
             "Check that vLLM was built for the installed torch and for this GPU, or set fp8_weights=False."
         )
-    return [each for each, bad in zip(candidates, failed, strict=True) if not bad]
+    return [each for each, is_rejected in zip(candidates, failed, strict=True) if not is_rejected]
 
 
 def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | None, str | None]:
@@ -304,7 +325,7 @@ def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | No
     except ValueError as reason:
         logger.info(f"linear_backend={candidate.name!r} is left out: {reason}")
         return None, str(reason)
-    except Exception as error:  # kernels fail in any way
+    except Exception as error:  # a kernel may fail with any error
         reason = f"{type(error).__name__}: {error}"
         lost = WITHOUT_NVCC if candidate.name == "deep_gemm" and not find_nvcc() else ""
         logger.warning(f"linear_backend={candidate.name!r} is not used: {reason}{lost}", main_process_only=False)
@@ -312,25 +333,29 @@ def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | No
 
 
 def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mapping) -> str:
-    """Return a line for each shape and number of rows."""
+    """Return a table of times with a line for each shape and number of rows."""
     lines = [["layers", "N", "K", "rows", *(each.name for each in candidates)]]
-    for (n, k), layers in gemms.items():
+    for shape, layers in gemms.items():
         for rows in sorted({rows for _, rows, _ in times}):
-            lines.append([layers, n, k, rows, *(f"{1e6 * times[each.name, rows, (n, k)]:.1f}" for each in candidates)])
+            microseconds = [f"{1e6 * times[each.name, rows, shape]:.1f}" for each in candidates]
+            lines.append([layers, *shape, rows, *microseconds])
     return "\n".join("".join(f"{cell:>12}" for cell in line) for line in lines)
 
 
 def find_nvcc() -> bool:
     """Return whether DeepGEMM finds nvcc, the CUDA compiler. If pip's is the only one, set CUDA_HOME for good.
 
-    Call it before DeepGEMM is imported, which looks for nvcc only then. It reads the flags at each compilation.
+    Call this before DeepGEMM is imported, because DeepGEMM looks for nvcc only then. It reads NVCC_APPEND_FLAGS at
+    each compilation.
     """
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
     if any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home))):
         return True
-    pips = [f"{folder}/nvidia/cu13" for folder in sys.path if shutil.which("nvcc", path=f"{folder}/nvidia/cu13/bin")]
-    if pips:
-        flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} {ANY_PAIR}".strip()
-        os.environ.update(CUDA_HOME=pips[0], NVCC_APPEND_FLAGS=flags)
-        logger.info(f"DeepGEMM compiles with pip's nvcc: CUDA_HOME={pips[0]}, NVCC_APPEND_FLAGS={flags!r}")
-    return bool(pips)
+    for folder in sys.path:
+        pip_home = f"{folder}/nvidia/cu13"
+        if shutil.which("nvcc", path=f"{pip_home}/bin"):
+            flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} {ANY_PAIR}".strip()
+            os.environ.update(CUDA_HOME=pip_home, NVCC_APPEND_FLAGS=flags)
+            logger.info(f"DeepGEMM compiles with pip's nvcc: CUDA_HOME={pip_home}, NVCC_APPEND_FLAGS={flags!r}")
+            return True
+    return False

@@ -1,8 +1,8 @@
 """`FP8VLLMGeneration`: TRL's `VLLMGeneration`, wired to a colocated FP8 engine and its `InPlaceDelivery`.
 
-start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   Platform.arguments, and those of parts
-sync:     InPlaceDelivery.deliver of PolicyWeights.sent
-generate: TRL's own, behind require_whole; verify when the engine is awake
+start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   arguments of Platform and of parts
+sync:     InPlaceDelivery.deliver(PolicyWeights.tensors_to_send)
+generate: require_whole, then TRL's own, which calls verify once the engine is awake
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import InPlaceDelivery
+from trl_fp8.sync.records import Occasion
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
@@ -39,14 +40,17 @@ class FP8VLLMGeneration(DeliveredGeneration):
     """Colocated vLLM engine whose weights and KV cache follow a recipe.
 
     Args:
-        recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
+        recipe: What is FP8. If nothing is, the engine is BF16, and syncs work in the same way.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         parts: What features need of the engine, see `EnginePart`.
         after_sync: Called after each sync for a generation, before anything is sampled.
-        **kwargs: As for TRL's `VLLMGeneration`.
+        **kwargs: Those of TRL's `VLLMGeneration`.
 
-    Attributes, beside those of `RolloutEngine`: llm, engine, weights, delivery: the engine itself, as a delivery sees
-    it, what its syncs send, and how.
+    Attributes, beside those of `RolloutEngine`:
+        llm: vLLM's `LLM`.
+        engine: The same engine as a delivery sees it.
+        weights: The source of the tensors that a sync sends.
+        delivery: The `InPlaceDelivery` of these tensors to `engine`.
     """
 
     def __init__(self, *, engine_kwargs: dict | None = None, **kwargs):
@@ -56,7 +60,7 @@ class FP8VLLMGeneration(DeliveredGeneration):
     def _init_vllm(self) -> None:
         require_same_positions(outline_of(self.model), self.max_model_length)
         if self.enable_sleep_mode:
-            require_awake(self.model.config)
+            require_sleep_supported(self.model.config)
         self.platform: Platform = platform_of(self.accelerator.device)
         self._start_engine()
         leave_image_tokens(self.llm)
@@ -65,13 +69,13 @@ class FP8VLLMGeneration(DeliveredGeneration):
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, self.wake_weights)
         self.numerics = self.engine.numerics
         if self.accelerator.num_processes > 1:
-            of_engine = partial(all_reduce_max, group=self.tp_group) if self.tensor_parallel_size > 1 else None
-            place = self.accelerator.process_index, self.tensor_parallel_size
-            self.replicas = Replicas(*place, all_reduce_max, of_engine)
+            reduce_in_engine = partial(all_reduce_max, group=self.tp_group) if self.tensor_parallel_size > 1 else None
+            rank = self.accelerator.process_index
+            self.replicas = Replicas(rank, self.tensor_parallel_size, all_reduce_max, reduce_in_engine)
         self.weights = self._one_of("weights") or PolicyWeights(self)
         if self.platform.name == "cpu" and not self.enable_sleep_mode:
-            # vLLM's first forward may replace a table of rotary angles by one in the engine's dtype. On a GPU vLLM has
-            # computed one by now, to measure its memory
+            # vLLM's first forward may replace a table of rotary angles by one in the engine's dtype, so run it before
+            # layouts are made. On a GPU vLLM has run a forward by now, to measure its memory
             with torch.random.fork_rng(devices=[]):
                 self.llm.prefill([0])
         constants = self.engine.constants(self.accelerator.device)
@@ -80,11 +84,11 @@ class FP8VLLMGeneration(DeliveredGeneration):
             self.model,
             self.recipe,
             frozen=(*self.weights.frozen, constants),
-            one_by_one=self.weights.one_by_one(self.model),
+            one_by_one=self.weights.yields_one_by_one(self.model),
             replicas=self.replicas,
             carried=self._one_of("carried"),
         )
-        if not self.enable_sleep_mode:  # else the first sync does, once it has woken the engine
+        if not self.enable_sleep_mode:  # in sleep mode the first sync sends them, once it has woken the engine
             self.delivery.send(constants)
         for part in self.parts:
             part.ready(self)
@@ -92,7 +96,7 @@ class FP8VLLMGeneration(DeliveredGeneration):
         logger.info(f"engine: {self.numerics}")
 
     def _start_engine(self) -> None:
-        """Let TRL make the engine, with the arguments and inside the contexts that platform and parts add."""
+        """Let TRL create the engine, with arguments of the platform and of parts, and inside their contexts."""
         platform, recipe, config = self.platform, self.recipe, self.model.config
         arguments = platform.arguments(
             recipe,
@@ -116,7 +120,7 @@ class FP8VLLMGeneration(DeliveredGeneration):
                 self.max_num_seqs,
                 any(part.batch_invariant for part in self.parts),
             )
-            upstream.inspect_engine_class(tuple(config.architectures or ()))
+            upstream.import_engine_class(tuple(config.architectures or ()))
             if outline_of(self.model).experts:
                 upstream.make_group_of_experts()
 
@@ -137,7 +141,7 @@ class FP8VLLMGeneration(DeliveredGeneration):
         """Set sampling parameters of vLLM for each generation from now on."""
         self.generation_kwargs = self.generation_kwargs | parameters
 
-    def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
+    def begin(self, occasion: Occasion, keep_weights: bool) -> None:
         self.llm.begin(occasion, keep_weights)
 
     def generate(
@@ -153,17 +157,17 @@ class FP8VLLMGeneration(DeliveredGeneration):
         """
         if self.tensor_parallel_size > 1:
             self._require_as_many_prompts(len(prompts))
-        if self.enable_sleep_mode and self.llm.weights_kept:
-            self.wake_weights()  # the weights of the last sync: TRL would sync again
-        if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # else TRL syncs first
+        if self.enable_sleep_mode and self.llm.asleep_with_weights:
+            self.wake_weights()  # they are those of the last sync. TRL would sync again before it generates
+        if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # if they were discarded, TRL syncs first
             self.delivery.require_whole()
         output = super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
         require_same_prompts(prompts, output[0])
         return output
 
     def _require_as_many_prompts(self, count: int) -> None:
-        """Raise `ValueError` unless all ranks of the engine have `count` prompts: TRL 1.16 finds a rank's completions
-        by the number of that rank's own prompts.
+        """Raise `ValueError` unless all ranks of the engine have `count` prompts. TRL 1.16 assumes that: it finds a
+        rank's completions by the number of the rank's own prompts.
         """
         counts = torch.tensor([count, -count], device=self.accelerator.device)
         all_reduce_max(counts, group=self.tp_group)
@@ -178,9 +182,9 @@ class FP8VLLMGeneration(DeliveredGeneration):
 
     def prefill(self, tokens: list[int]) -> list[int]:
         if self.tensor_parallel_size > 1:
-            of_first = [tokens]
-            torch.distributed.broadcast_object_list(of_first, group=self.tp_group, group_src=0)
-            [tokens] = of_first
+            objects = [tokens]
+            torch.distributed.broadcast_object_list(objects, group=self.tp_group, group_src=0)
+            [tokens] = objects
         with self.cache_awake():
             self.llm.prefill(tokens)
         return tokens
@@ -198,14 +202,16 @@ class FP8VLLMGeneration(DeliveredGeneration):
 
     @contextmanager
     def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:
-        """Verify the engine, then enter `profiler`, which TRL does after waking the KV cache and before sampling."""
+        """Verify the engine, then enter `profiler`. TRL enters this context after waking the KV cache and before it
+        samples.
+        """
         self.delivery.verify()
         with profiler:
             yield
 
     def wake_weights(self) -> bool:
-        """Wake the weights. Return True if the engine lost them in its sleep."""
-        lost = self.enable_sleep_mode and self._llm_weights_sleeping and not self.llm.weights_kept
+        """Wake the weights. Return whether the engine lost them in its sleep."""
+        lost = self.enable_sleep_mode and self._llm_weights_sleeping and not self.llm.asleep_with_weights
         if self.enable_sleep_mode:
             trl_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
@@ -214,45 +220,47 @@ class FP8VLLMGeneration(DeliveredGeneration):
 
 
 def leave_image_tokens(llm: LLM) -> None:
-    """Make vLLM leave prompts as they are that have all tokens of their images; it completes others.
+    """Make vLLM insert image tokens only into prompts that lack some, and leave complete prompts as they are.
 
-    TRL's processor writes as many image tokens as an image has embeddings, which is what the trainer's forward needs.
-    vLLM 0.31 takes the first of them for a placeholder and writes all of them once more, so that rollouts would come
-    from another prompt than the one that is scored.
+    TRL's processor writes as many image tokens as an image has embeddings, because the trainer's forward needs them.
+    vLLM 0.31 takes the first of them for a placeholder and inserts all of them once more. Rollouts would then come
+    from another prompt than the one that the trainer scores.
     """
-    if (processor := llm.renderer.mm_processor) is None:
+    processor = llm.renderer.mm_processor
+    if processor is None:
         return
-    complete = processor._apply_prompt_updates
+    insert_tokens = processor._apply_prompt_updates
 
-    def located(
+    def insert_missing_tokens(
         token_ids: list[int], updates: MultiModalPromptUpdates
     ) -> tuple[list[int], dict[str, list[PlaceholderFeaturesInfo]]]:
-        found = processor._find_mm_placeholders(token_ids, updates)
-        if all(len(found.get(modality, ())) == len(items) for modality, items in updates.items()):
-            return token_ids, found
-        return complete(token_ids, updates)
+        placeholders = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(placeholders.get(modality, ())) == len(items) for modality, items in updates.items()):
+            return token_ids, placeholders
+        return insert_tokens(token_ids, updates)
 
-    processor._apply_prompt_updates = located
+    processor._apply_prompt_updates = insert_missing_tokens
 
 
-def require_awake(config: PretrainedConfig) -> None:
-    """Raise `ValueError` for a model whose engine keeps, beside its weights, what a sleep takes and no sync brings."""
+def require_sleep_supported(config: PretrainedConfig) -> None:
+    """Raise `ValueError` for a model whose engine loses tensors in sleep mode that no sync restores."""
     if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
         raise ValueError(
-            f"vllm_enable_sleep_mode=True with a model of type {config.model_type!r}: vLLM adds tensors that lose "
-            "what they hold in its sleep to the states of the first layers, with images or without. Set "
+            f"vllm_enable_sleep_mode=True with a model of type {config.model_type!r}: vLLM adds buffers to the states "
+            "of the first layers, with images or without, and these lose their contents in its sleep. Set "
             "vllm_enable_sleep_mode=False."
         )
 
 
 def require_same_prompts(sent: list[list[int]], returned: list[list[int]]) -> None:
-    """Raise `RuntimeError` if the engine continued other prompts than those that the trainer scores."""
-    other = [number for number, pair in enumerate(zip(sent, returned, strict=True)) if list(pair[0]) != list(pair[1])]
-    if other:
-        first = other[0]
+    """Raise `RuntimeError` if the engine continued prompts that differ from those that the trainer scores."""
+    pairs = enumerate(zip(sent, returned, strict=True))
+    different = [number for number, (prompt, continued) in pairs if list(prompt) != list(continued)]
+    if different:
+        first = different[0]
         raise RuntimeError(
-            f"vLLM continued {len(other)} of {len(sent)} prompts with other tokens than the trainer scores, the first "
-            f"with {len(returned[first])} instead of {len(sent[first])}: its processor divides images otherwise than "
-            "processing_class. Save processing_class into the model's folder, or give vLLM its settings: "
+            f"vLLM continued {len(different)} of {len(sent)} prompts with other tokens than the trainer scores, the "
+            f"first with {len(returned[first])} instead of {len(sent[first])}: its processor divides images otherwise "
+            "than processing_class. Save processing_class into the model's folder, or give vLLM its settings: "
             "vllm_engine_kwargs={'mm_processor_kwargs': {...}}."
         )

@@ -1,13 +1,12 @@
 """The `Layout` of a vLLM engine, read off its modules once.
 
 vLLM fuses q, k, v into one parameter and gate, up into another. Each tensor parallel rank has its part of the rows or
-columns, of experts the same part of each. The vocabulary is padded. For the decoding of MLA vLLM keeps two parts of
-kv_b_proj in another order, which are computed from what a sync wrote.
+columns of a weight; of experts, the same part of every expert. The vocabulary is padded. To decode with MLA vLLM keeps
+two parts of kv_b_proj in another order. These are derived, that is, computed from what a sync wrote.
 """
 
 from collections.abc import Collection, Iterator
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -31,25 +30,30 @@ from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 from .numerics import UNTILED_SCALE, linear_format, tiled_scale
 
 
-# Checkpoint module, rows of it, columns of it, row offset in the engine's parameter
+# A layer of the policy, this rank's rows and columns of it (None: all), and its first row in the engine's parameter
 Shard = tuple[str, Span | Joined | None, Span | None, int]
-SCALES = tuple(f"_{which}_scale" for which in QKV)  # of vLLM's attention modules
-SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module itself
+SCALES = tuple(f"_{which}_scale" for which in QKV)  # buffers of vLLM's attention modules
+SINKS = "sinks"  # parameter of vLLM's attention module: the sinks of its heads
 
 
 class Added(nn.Module):
     """Base of layers that a part of the engine adds to vLLM's model. The policy has no names for them."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the places of its tensors, by the names under which a sync sends them."""
+        """Yield the pieces of the layer's tensors, by the names under which a sync sends them."""
         raise NotImplementedError
+
+    def facts(self) -> dict[str, list]:
+        """Return what a trainer has to know of the layer if it is in a server, by names that the layer chooses."""
+        return {}
 
 
 def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collection[str] = ()) -> Layout:
     """Return the layout of an engine's model, without `Added` layers.
 
-    `linears` and `buffers` are the policy's, by the engine's names. Projections that are one linear in the policy are
-    one piece. `ValueError` if a kernel rearranges its tensors, so that no sync could write there.
+    `linears` and `buffers` are the names of the policy's linears and buffers in the engine. Projections that are one
+    linear in the policy, too, are one piece. `ValueError` if a kernel rearranges its tensors, where a sync cannot
+    write.
     """
     pieces, seen, packed = [], set(), set()
     for prefix, module in model.named_modules():
@@ -59,14 +63,16 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
             if id(parameter) in seen:  # a tied output head
                 continue
             seen.add(id(parameter))
-            if reason := _why_packed(module):
+            reason = _why_packed(module)
+            if reason:
                 packed.add(reason)
             elif isinstance(module, MLAAttention):
                 pieces.append(_absorbed_piece(prefix, module, attribute))
             else:
-                pieces += _pieces(list(shards(model, prefix, module, linears)), prefix, module, attribute)
+                pieces += _pieces_of_parameter(model, linears, prefix, module, attribute)
         for attribute, buffer in module.named_buffers(recurse=False):
-            if (name := f"{prefix}.{attribute}") in buffers:
+            name = f"{prefix}.{attribute}"
+            if name in buffers:
                 pieces.append(Piece(name, module, attribute, buffer.dtype))
     if packed:
         raise ValueError(
@@ -77,7 +83,7 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
 
 
 def constants_layout(model: nn.Module, layout: Layout) -> Layout:
-    """Return the layout of the buffers that no sync writes: those outside of `layout`, without KV scales."""
+    """Return the layout of the buffers that no sync writes: all that are not in `layout`, except KV scales."""
     written = {(id(piece.module), piece.attribute) for piece in layout.pieces.values()}
     return Layout(
         Piece(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer.dtype)
@@ -88,12 +94,13 @@ def constants_layout(model: nn.Module, layout: Layout) -> Layout:
 
 
 def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
-    """Return views of an engine's FP8 weight `[N, K]` or `[E, N, K]`; None if it is not FP8."""
+    """Return an engine's FP8 weight `[N, K]` or `[E, N, K]`, as views; None if the weight is not FP8."""
     scale = layout.held.get(name + spec.scale_suffix)
     return None if scale is None else held_weight(layout.held[name], scale, spec)
 
 
 def _why_packed(module: nn.Module) -> str | None:
+    """Return why a sync could not write a module's tensors; None if it can."""
     if isinstance(module, RoutedExperts):
         method = module.quant_method
         backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
@@ -101,19 +108,23 @@ def _why_packed(module: nn.Module) -> str | None:
         if not as_loaded:
             return f"experts are packed or shuffled for {backend}"
         config = getattr(method, "moe_quant_config", None)
-        for number, kind in product((0, 1), (("scale", BLOCKS.scale_attribute), ("bias", "bias"))):
-            read = getattr(config, f"w{number + 1}_{kind[0]}", None)
-            written = f"{HELD[number]}_{kind[1]}"
-            if read is not None and read.data_ptr() != getattr(module, written).data_ptr():
-                return f"experts compute with a copy of {written} ({backend})"
+        for kernel_name, weight in ("w1", HELD[0]), ("w2", HELD[1]):
+            for read, written in ("scale", BLOCKS.scale_attribute), ("bias", "bias"):
+                tensor = getattr(config, f"{kernel_name}_{read}", None)
+                if tensor is not None and tensor.data_ptr() != getattr(module, f"{weight}_{written}").data_ptr():
+                    return f"experts compute with a copy of {weight}_{written} ({backend})"
     sinks = getattr(module, SINKS, None)
     if isinstance(sinks, nn.Parameter) and module.attn.impl.sinks is not sinks:
         return f"attention computes with a copy of {SINKS} ({type(module.attn.impl).__name__})"
     return None
 
 
-def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
-    dtype, spec = getattr(module, attribute).dtype, linear_format(module)
+def _pieces_of_parameter(
+    model: nn.Module, linears: Collection[str], prefix: str, module: nn.Module, attribute: str
+) -> Iterator[Piece]:
+    """Yield the pieces of a module's parameter, one for each tensor of the policy in it. `prefix` names the module."""
+    dtype = getattr(module, attribute).dtype
+    spec = linear_format(module)
     if isinstance(module, RoutedExperts) and attribute.partition("_")[0] in HELD:
         yield _expert_piece(prefix, module, attribute, dtype)
         return
@@ -122,11 +133,11 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
         yield Piece(f"{prefix}.{attribute} in tiles", module, attribute, dtype, derived=derived)
         return
     if attribute == SINKS:
-        size, attention = len(module.sinks), module.qkv_proj
-        span = Span(attention.tp_rank * size, size, attention.tp_size * size)
+        heads = len(module.sinks)
+        span = Span(module.qkv_proj.tp_rank * heads, heads, module.qkv_proj.tp_size * heads)
         yield Piece(f"{prefix}.{attribute}", module, attribute, dtype, sent=(span,))
         return
-    for policy_name, rows, columns, offset in parts:
+    for policy_name, rows, columns, offset in shards(model, prefix, module, linears):
         name = f"{policy_name}.{attribute}" if policy_name else attribute
         is_scale = spec is not None and attribute in (spec.scale_attribute, UNTILED_SCALE)
         if is_scale:
@@ -144,8 +155,9 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
         has_transposed = spec is not None and spec.weight_transposed
         equal = None
         if not has_transposed and _splits_equal_parts(rows, module):
-            # Gate and up of 512 rows each, on rank 0 of 2: the checkpoint's [1024, K] is viewed as [2, 512, K], of
-            # which this rank has [:, 0:256]. A view of it equals the parameter [512, K] viewed as [2, 256, K]
+            # For example gate and up of 512 rows each, on rank 0 of 2: the checkpoint's [1024, K] is viewed as
+            # [2, 512, K], of which this rank has [:, 0:256]. The parameter [512, K] is viewed as [2, 256, K]. So the
+            # part is one view of the checkpoint's tensor, and needs no copy
             equal = 0, len(rows.parts)
             sent = None, sent[0].parts[0], *sent[1:]
             in_engine = ()
@@ -154,13 +166,13 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
 
 
 def _scale_spans(spans: tuple[Span | Joined | None, ...], spec: FormatSpec) -> tuple[Span | Joined | None, ...]:
-    """Return the spans of a weight's scales, one for each of the format's blocks."""
+    """Return the spans of a weight's scales, of which each belongs to one of the format's blocks."""
     blocks = zip(spans, spec.weight_block, strict=True)
     return tuple(span.blocks(block) if span is not None else None for span, block in blocks)
 
 
 def _splits_equal_parts(rows: Span | Joined | None, module: nn.Module) -> bool:
-    """Return whether `rows` are a rank's part of each of several equal parts, and all that the module holds."""
+    """Return whether `rows` are the same span of each of several equal parts, and all rows of the module."""
     return (
         isinstance(rows, Joined)
         and rows.size != rows.whole
@@ -170,33 +182,41 @@ def _splits_equal_parts(rows: Span | Joined | None, module: nn.Module) -> bool:
 
 
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:
-    """Return the piece of w13 `[E, 2I, K]`, w2 `[E, K, I]` or their scales: this rank's part of I of every expert.
-    Biases are `[E, 2I]` and `[E, K]`; only the first rank adds that of w2.
+    """Return the piece of experts' w13 `[E, 2I, K]` or w2 `[E, K, I]`, of their scales or biases, of which this rank
+    has its part of I.
+
+    Biases are `[E, 2I]` and `[E, K]`. Only the first rank holds and adds the bias of w2.
     """
     fused, _, kind = attribute.partition("_")
     kind = f"_{kind}".removeprefix("_weight")
     name = f"{prefix.partition('.experts.')[0]}.experts.{sent_expert_name(fused, module.ckpt_gate_proj_name)}{kind}"
-    interleaved = isinstance(module, GptOssRoutedExperts)  # gate and up, row by row; sent transposed
-    is_first = fused == HELD[0]
+    # Rows of gate and up alternate, and the checkpoint's tensor is transposed
+    interleaved = isinstance(module, GptOssRoutedExperts)
     rank, ranks = module.moe_config.tp_rank, module.moe_config.tp_size
-    halved = is_first and not interleaved
-    dim = 1 if is_first else 2
-    if kind == "_bias" and not is_first:
-        return Piece(name, module, attribute, dtype, zero=rank > 0)
-    size = getattr(module, attribute).shape[dim] // (1 + halved)
-    sent = (None,) * (dim + halved) + (Span(rank * size, size, ranks * size),)
+    shape = getattr(module, attribute).shape
+    equal = None
+    if fused == HELD[1]:
+        if kind == "_bias":
+            return Piece(name, module, attribute, dtype, zero=rank > 0)
+        before, size = (None, None), shape[2]
+    elif interleaved:
+        before, size = (None,), shape[1]
+    else:  # gate, then up: dim 1 counts as two dims (gate or up, I), and this rank has a part of the second one
+        equal = 1, 2
+        before, size = (None, None), shape[1] // 2
+    sent = (*before, Span(rank * size, size, ranks * size))
     transposed = interleaved and not kind
-    return Piece(
-        name, module, attribute, dtype, sent=sent, equal=(1, 2) if halved else None, sent_transposed=transposed
-    )
+    return Piece(name, module, attribute, dtype, sent=sent, equal=equal, sent_transposed=transposed)
 
 
 def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Piece:
     """Return the piece of `W_UK_T` `[H, D, R]` or `W_UV` `[H, R, D]`, with H heads of size D and a latent of size R.
-    Unquantized ones are views of kv_b_proj's own memory: a checksum reads them in that order.
+
+    If kv_b_proj is unquantized they are views of its memory, whose last dim may not be the contiguous one. Such a
+    piece is transposed, because a checksum reads contiguous rows.
     """
     if attribute not in ("W_UK_T", "W_UV"):
-        raise RuntimeError(f"vLLM derives {prefix}.{attribute}, of which is not known how. {REMEDY}.")
+        raise RuntimeError(f"vLLM derives {prefix}.{attribute} in a way that is not known. {REMEDY}.")
     tensor = getattr(attention, attribute)
     transposed = tensor.stride(-1) != 1
 
@@ -210,7 +230,10 @@ def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Pie
 
 
 def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection[str]) -> Iterator[Shard]:
-    """Yield the part of each of the policy's layers that `module` holds. `linears`: as for `engine_layout`."""
+    """Yield the shard of each of the policy's layers that `module` holds on this rank.
+
+    `linears` as for `engine_layout`.
+    """
     if isinstance(module, linear.RowParallelLinear):
         columns = module.input_size_per_partition
         yield prefix, None, Span(module.tp_rank * columns, columns, module.input_size), 0
@@ -218,17 +241,21 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
         indices = module.shard_indices
         yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements, module.org_vocab_size), None, 0
     elif isinstance(module, MiniMaxText01RMSNormTP):
-        size = len(module.weight)
-        yield prefix, Span(module.weight_shard_rank * size, size, module.weight_shard_world * size), None, 0
+        rows = len(module.weight)
+        yield prefix, Span(module.weight_shard_rank * rows, rows, module.weight_shard_world * rows), None, 0
     elif isinstance(module, GatedDeltaNetAttention):
         heads = module.num_v_heads // module.tp_size
         yield prefix, Span(module.tp_rank * heads, heads, module.num_v_heads), None, 0
     elif isinstance(module, linear.ColumnParallelLinear):
         parent, _, leaf = prefix.rpartition(".")
         rank, ranks = module.tp_rank, module.tp_size
-        is_one = prefix in linears
+        is_one = prefix in linears  # whether these projections are one linear in the policy, too
+        # Find for the parts that vLLM fuses: their names in the policy; `sizes`, their rows on this rank; and `spans`,
+        # the places of these rows in the policy's weights
         if isinstance(module, linear.QKVParallelLinear):
-            names, sizes, copies = FUSED["qkv_proj"], module.output_partition_sizes, module.num_kv_head_replicas
+            names = FUSED["qkv_proj"]
+            sizes = module.output_partition_sizes
+            copies = module.num_kv_head_replicas  # ranks that hold the same KV heads
             spans = _dealt(sizes[:1], rank, ranks) + _dealt(sizes[1:], rank // copies, ranks // copies)
         elif isinstance(module, linear.MergedColumnParallelLinear):
             names = getattr(model, "packed_modules_mapping", FUSED).get(leaf, ())  # StableLM's class has no mapping
@@ -249,18 +276,19 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
                 f"vLLM's {type(model).__name__} fuses {prefix} from {len(sizes)} parts, its packed_modules_mapping "
                 f"names {list(names)}: what is sent cannot be compared with what is held. {REMEDY}."
             )
-        offset, first = 0, 0
+        offset = first = 0
         for name in names:
             end = first + PARTS.get(name, 1)
             rows = _joined(spans[first:end])
             yield f"{parent}.{name}", rows, None, offset
-            offset, first = offset + rows.size, end
+            offset += rows.size
+            first = end
     else:
         yield prefix, None, None, 0
 
 
 def _dealt(sizes: list[int], rank: int, ranks: int) -> list[Span]:
-    """Return the spans of `rank` in parts of which each of `ranks` ranks has `sizes` rows."""
+    """Return the spans of `rank` in parts that are distributed evenly, `sizes` rows to each of `ranks` ranks."""
     return [Span(rank * size, size, ranks * size) for size in sizes]
 
 

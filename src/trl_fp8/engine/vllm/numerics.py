@@ -1,9 +1,9 @@
 """The FP8 layers and attention layers of a started vLLM: how they compute, and whether a sync can write them.
 
-A sync writes e4m3 codes `[N, K]` and scales, one for each block, into a layer's own parameters, and nothing
-converts them afterwards. So a layer has to store them in this order, and its kernel has to read them anew in each
-call. `require_auditable` checks both after the start of an engine. Scales that a kernel
-reads in another order are written beside them, and rearranged from there as vLLM does after a load.
+A sync writes e4m3 codes `[N, K]` and scales, one for each block, into a layer's own parameters, and nothing converts
+them afterwards. So a layer has to store them in this order, and its kernel has to read them anew in each call.
+`require_auditable` checks both after the start of an engine. If a kernel reads scales in another order (tiles), a sync
+writes them to an additional parameter, and rearranges them from there as vLLM does after a load.
 """
 
 from collections import Counter, defaultdict
@@ -33,16 +33,14 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import HELD
 
 
-# Rows below which vLLM's dynamic kernel runs FlashInfer's (swapAB), and from which it runs DeepGEMM's
+# Batch size from which vLLM's dynamic kernel runs DeepGEMM's kernel. For fewer rows it runs FlashInfer's (swapAB)
 SMALL_BATCH = 32
-# vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. This was read in vLLM's
-# source: no tensor shows whether a kernel keeps a copy of its own
+# vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. The list comes from
+# reading vLLM's source, because no tensor shows whether a kernel keeps a copy of its own
 AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
-
-
-# Kernels that read scales in tiles of 128 rows and 4 columns: vLLM rearranges them after a load
+# Kernels that read scales in tiles of 128 rows and 4 columns. vLLM rearranges the scales after a load
 TILED = ("FlashInferCutlassMxfp8LinearKernel",)
-# Parameter beside such scales that holds them as a sync sends them, from which they are rearranged anew
+# Name of the additional parameter of such a layer, which holds the scales in the order of a sync
 UNTILED_SCALE = "untiled_scale"
 
 
@@ -59,13 +57,13 @@ def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
 
 
 def quantizes_query(model: nn.Module) -> bool:
-    """Return `EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, MLA's and the CPU references do not."""
+    """Return whether attention rounds q to e4m3: FlashAttention 3 and Triton do, MLA and the CPU references do not."""
     layers = attention_layers(model).values()
     return any(module.query_quant is not None for module in layers if isinstance(module, Attention))
 
 
 def fp8_kernels(model: nn.Module) -> Counter[str]:
-    """Return `EngineNumerics.kernels`."""
+    """Return name of each FP8 kernel -> number of layers that use it (`EngineNumerics.kernels`)."""
     backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
     return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
 
@@ -84,7 +82,7 @@ def keep_untiled_scales(model: nn.Module) -> None:
 
 
 def keep_untiled_scale(kernel: object, layer: nn.Module) -> None:
-    """Give a layer whose kernel reads rearranged scales a parameter `UNTILED_SCALE`, where a sync can write them."""
+    """Add a parameter `UNTILED_SCALE`, into which a sync can write, to a layer whose kernel reads tiled scales."""
     if type(kernel).__name__ not in TILED or hasattr(layer, UNTILED_SCALE):
         return
     spec, tiled = format_stored(layer.weight_block_size), layer.weight_scale
@@ -100,14 +98,17 @@ def tiled_scale(layer: nn.Module) -> torch.Tensor:
 
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
-    """Return `EngineNumerics.linears`. `RuntimeError` if they differ: no trainer could follow them with one format."""
-    found = {kernel_scaling(kernel) for kernel in _kernels(model)}
-    if len(found) > 1:
+    """Return how the FP8 linears quantize activations; None if no linear is FP8 (`EngineNumerics.linears`).
+
+    `RuntimeError` if different linears do it in different ways, because a trainer follows one.
+    """
+    scalings = {kernel_scaling(kernel) for kernel in _kernels(model)}
+    if len(scalings) > 1:
         raise RuntimeError(
-            f"the engine's FP8 linears quantize activations in {len(found)} ways: {sorted(found)}. Pin one kernel: "
-            "vllm_engine_kwargs={'linear_backend': 'cutlass'}."
+            f"the engine's FP8 linears quantize activations in {len(scalings)} ways: {sorted(scalings)}. Pin one "
+            "kernel: vllm_engine_kwargs={'linear_backend': 'cutlass'}."
         )
-    return found.pop() if found else None
+    return scalings.pop() if scalings else None
 
 
 def kernel_scaling(kernel: object, rows: int = SMALL_BATCH) -> ActivationScaling:
@@ -132,7 +133,7 @@ def _kernels(model: nn.Module) -> list:
 
 
 def fp8_kernel(module: nn.Module) -> object | None:
-    """Return the kernel of one of vLLM's FP8 linears; None for any other module."""
+    """Return the kernel of a module if it is one of vLLM's FP8 linears; None if not."""
     if not isinstance(module, LinearBase):
         return None
     method = module.quant_method
@@ -141,23 +142,26 @@ def fp8_kernel(module: nn.Module) -> object | None:
 
 
 def linear_format(module: nn.Module) -> FormatSpec | None:
-    """Return the format of one of vLLM's FP8 linears; None for any other module, and if no format is like it."""
+    """Return the format of one of vLLM's FP8 linears; None for other modules, and for linears in an unknown format."""
     return None if fp8_kernel(module) is None else format_stored(module.weight_block_size)
 
 
 def require_auditable(model: nn.Module) -> None:
     """Raise `RuntimeError` unless each FP8 layer of a started engine holds weight and scales as a sync writes them."""
-    found = defaultdict(list)
+    names_by_reason = defaultdict(list)
     for name, module in model.named_modules():
-        if reason := _why_unverifiable(module):
-            found[reason].append(name)
-    if found:
-        layers = (f"{why} ({len(names)} layers, first {names[0]})" for why, names in found.items())
-        reasons = listed(layers, 4, "\n  ")
+        reason = _why_unverifiable(module)
+        if reason:
+            names_by_reason[reason].append(name)
+    if names_by_reason:
+        lines = (f"{reason} ({len(names)} layers, first {names[0]})" for reason, names in names_by_reason.items())
+        reasons = listed(lines, 4, "\n  ")
+        pinned = {spec.linear_backend for spec in map(linear_format, model.modules()) if spec is not None} - {None}
+        backends = ", ".join(map(repr, pinned)) or "'cutlass', 'deep_gemm' (Hopper) or 'triton'"
         raise RuntimeError(
             f"delivery to FP8 kernels that vLLM chose cannot be verified:\n  {reasons}\nRemove linear_backend and "
-            "moe_backend from vllm_engine_kwargs, so that a kernel is chosen that can be, or name one: "
-            "{'linear_backend': 'cutlass', 'deep_gemm' (Hopper) or 'triton'}, for experts {'moe_backend': 'triton'}."
+            "moe_backend from vllm_engine_kwargs to have a kernel chosen that can be verified, or name one: "
+            f"{{'linear_backend': {backends}}}, for experts {{'moe_backend': 'triton'}}."
         )
 
 
@@ -181,7 +185,7 @@ def _why_unverifiable(module: nn.Module) -> str | None:
         return why_linear_unverifiable(kernel, module)
     if isinstance(module, RoutedExperts) and isinstance(method, Fp8MoEMethod):
         name = str(method.fp8_backend)
-        if reason := _why_not_known(name):  # first: unknown kernels may hold weights of other dimensions
+        if reason := _why_not_known(name):  # checked first, because unknown kernels may hold weights in other shapes
             return reason
         spec = format_stored(method.weight_block_size)
         expected = {}

@@ -1,21 +1,25 @@
-"""`EnginePart`: what a feature needs of a vLLM engine, which knows parts but no features. And `RolloutLog`.
+"""`EnginePart`: the hooks of one feature into a vLLM engine, which knows parts but no features. Also `RolloutLog`.
 
-    start        arguments(platform, recipe, config, user)    further arguments for vLLM; `ValueError` refuses
-                 with starting(platform, recipe):             what is in force while the engine is made
-                     vllm.LLM(...)                            explain(error), if it raises
-                 started(generation)                          `generation.llm` exists: check it, watch it
-                 weights(generation), carried(generation)     `generation.engine` exists: what will its syncs send?
-                 ready(generation)                            `generation.delivery` exists, the policy was not sent yet
-    each sync    synced(generation)                           the engine holds the policy, nothing was sampled from it
+    start        arguments(platform, recipe, config, user)    further arguments for vLLM, or a refusal (`ValueError`)
+                 with starting(platform, recipe):             patches while the engine is created
+                     vllm.LLM(...)                            explain(error) if it raises
+                 started(generation)                          `generation.llm` exists: check it, install hooks
+                 weights(generation), carried(generation)     `generation.engine` exists: what do its syncs send?
+                 ready(generation)                            `generation.delivery` exists, the policy is not sent yet
+    each sync    synced(generation)                           the engine holds the policy, nothing is sampled yet
     generation   begin()                                      before the calls of one generation
-                 generated(outputs)                           after each of them
+                 generated(outputs)                           after each call
+
+A server is started by `trl-fp8 serve`, which calls `environment` and `arguments`. vLLM's processes there call the
+function `register` of the part's module. The trainer calls `served`, `weights`, `carried`, `staged` and `synced`.
 
 Parts are called in the order in which they were given. A feature returns its part from `Feature.engine_part()` and
-keeps it, to read what the part learned.
+keeps a reference, to read what the part learned.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -28,59 +32,97 @@ from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.records import CarriedValue
 
-from .colocated import Generation
+from .colocated import Delivered, Generation
 from .platform import Platform
 from .policy_weights import PolicyWeights
-from .rollout_llm import RolloutListener
 
 
-class EnginePart(RolloutListener):
+class EnginePart:
     """Base of all parts. Each method does nothing by default."""
 
-    batch_invariant: bool = False  # FP8 linears must run on a kernel that gives a row the same bits in every batch
-    kernels: EngineKernels | None = None  # for a policy that calls them or is compared with them; from `ready` on
+    # Whether FP8 linears must run on a kernel that gives a row the same bits in every batch
+    batch_invariant: bool = False
+    # Set from `ready` on by a part whose policy calls the engine's kernels, or is compared with them
+    kernels: EngineKernels | None = None
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        """Return further arguments of `vllm.LLM(...)`; dictionaries are merged with those of platform and other parts.
+        """Return further arguments of `vllm.LLM(...)`. Dictionaries are merged with those of the platform and of other
+        parts.
 
-        `config` is the policy's, `user` `vllm_engine_kwargs`, which win over all of these. `ValueError`: the platform,
-        or an engine with the user's arguments, cannot do what the feature needs.
+        `config` is the policy's. `user` are the `vllm_engine_kwargs`, which override all of these arguments. Raises
+        `ValueError` if the platform, or an engine with the user's arguments, cannot do what the feature needs.
         """
         return {}
 
+    def environment(self, recipe: FP8Recipe, config: PretrainedConfig) -> dict[str, str]:
+        """Return environment variables of a server's processes, `plugin.EXTENSION` among them."""
+        return {}
+
     def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
-        """Patch and register what an engine finds if it is started inside the block."""
+        """Patch vLLM, and register kernels, for an engine that starts inside the block."""
         return nullcontext()
 
-    def started(self, generation: Generation) -> None:
-        """Check the engine that has started, and install what watches it. `ValueError` for what the user set."""
-
-    def weights(self, generation: Generation) -> PolicyWeights | None:
-        """Return the source of a sync's tensors if it is not the policy itself."""
+    def explain(self, error: ValueError) -> ValueError | None:
+        """Return an error that names the flag if this feature is why vLLM could not start; None if it is not."""
         return None
 
-    def carried(self, generation: Generation) -> CarriedValue | None:
-        """Return what each sync writes beside weights. `RuntimeError` if the engine cannot take it."""
+    def started(self, generation: Generation) -> None:
+        """Check the started engine and install hooks. Raises `ValueError` for a setting of the user's."""
+
+    def served(self, base_url: str, facts: Mapping[str, list]) -> dict[str, list[int]] | None:
+        """Return name -> shape of the tensors that a server holds for this feature beside the policy's, under the
+        names by which a sync sends them; None if the feature needs no such tensors.
+
+        `facts` are those of the server's `Added` layers. Raises `ValueError` if they do not fit the feature.
+        """
+        return None
+
+    def weights(self, generation: Delivered) -> PolicyWeights | None:
+        """Return the source of a sync's tensors; None if it is the policy itself."""
+        return None
+
+    def carried(self, generation: Delivered) -> CarriedValue | None:
+        """Return the value that each sync writes beside the weights; None if there is none. Raises `RuntimeError` if
+        the engine cannot take it.
+        """
         return None
 
     def ready(self, generation: Generation) -> None:
-        """Send what the engine gets only once, and read from it what features follow."""
+        """Send the tensors that the engine gets only once, and find the kernels that features use."""
 
-    def synced(self, generation: Generation) -> None:
-        """Check what only an engine with weights can show. `RuntimeError` on all ranks if it fails."""
+    def staged(self, generation: Delivered) -> None:
+        """Do for a server what `ready` does: stage the tensors that only the first sync sends."""
+
+    def synced(self, generation: Delivered) -> None:
+        """Check the engine, which holds the policy's weights. Raises `RuntimeError` on all ranks if that fails."""
+
+    def begin(self) -> None:
+        """Forget the notes on the last generation."""
+
+    def generated(self, outputs: list[RequestOutput]) -> None:
+        """Take notes on the rollouts of one call of the engine."""
 
 
 @dataclass
 class RolloutLog(EnginePart, ABC):
-    """A part that takes notes on everything generated since `begin`, and looks them up by token ids: a trainer gets
-    these, and not the requests.
+    """A part that keeps a note on each rollout since `begin`, such as the experts that routers chose.
+
+    A note is looked up by the rollout's token ids, because a trainer gets token ids and no requests.
     """
 
-    source: Callable[[list[RequestOutput]], list] | None = None  # requests of one call -> a note on each
-    calls: int = 0
-    records: list[tuple[bytes, object]] = field(default_factory=list)  # token ids of each completion, and its note
-    unknown: ClassVar[str]  # what is not known of rollouts without notes, and what to do about it
-    otherwise: ClassVar[str]
+    source: Callable[[list[RequestOutput]], list] | None = None  # outputs of one call -> a note on each
+    calls: int = 0  # number of calls since `begin`
+    records: list[tuple[bytes, object]] = field(default_factory=list)  # token ids of prompt and completion, and note
+    unknown: ClassVar[str]  # for the error about rollouts without a note: what is not known of them
+    refused: ClassVar[str]  # for the error of an engine that cannot start: what vLLM cannot return
+    refusal: ClassVar[str]  # regular expression that finds vLLM's reason for that in vLLM's own error
+    otherwise: ClassVar[str]  # the remedy in both errors, after "otherwise"
+
+    def explain(self, error: ValueError) -> ValueError | None:
+        reason = re.search(self.refusal, str(error))
+        if reason is None:
+            return None
+        return ValueError(f"{self.refused} here: {reason[0].strip().rstrip('.')}. Otherwise {self.otherwise}.")
 
     def begin(self) -> None:
         self.calls, self.records = 0, []
@@ -92,31 +134,32 @@ class RolloutLog(EnginePart, ABC):
             self.check(note, len(tokens))
             self.records.append((_bytes(tokens), note))
 
-    def of(self, sequences: list[list[int]]) -> list:
-        """Return the note on each sequence, merged if several calls wrote one."""
+    def notes_on(self, sequences: list[list[int]]) -> list:
+        """Return the note on each sequence. Notes of several calls that generated parts of it are merged."""
         keys = [_bytes(tokens) for tokens in sequences]
         if self.calls == 1 and keys == [tokens for tokens, _ in self.records]:
             return [note for _, note in self.records]
-        found = [self._merged(key) for key in keys]
-        if missing := sum(note is None for note in found):
+        notes = [self._merged(key, len(tokens)) for key, tokens in zip(keys, sequences, strict=True)]
+        if missing := sum(note is None for note in notes):
             raise RuntimeError(
-                f"{missing} of {len(sequences)} rollouts were not generated by the trainer's engine, so that "
+                f"{missing} of {len(sequences)} rollouts were not generated by the trainer's engine, so "
                 f"{self.unknown}. A rollout_func has to generate with trainer.vllm_generation.llm and return its "
                 f"token ids; otherwise {self.otherwise}."
             )
-        return found
+        return notes
 
-    def _merged(self, key: bytes) -> object | None:
+    def _merged(self, key: bytes, length: int) -> object | None:
         notes = [note for tokens, note in self.records if key.startswith(tokens) or tokens.startswith(key)]
-        return self.merged(notes, len(key) // 4) if notes else None
+        return self.merged(notes, length) if notes else None
 
     def check(self, note: object, length: int) -> None:
-        """Raise `RuntimeError` for a note that is not on a sequence of `length` tokens."""
+        """Raise `RuntimeError` unless the note covers `length` tokens."""
 
     @abstractmethod
     def merged(self, notes: list, length: int) -> object:
-        """Merge the notes of the calls that began or continued a conversation into one on its `length` tokens."""
+        """Merge the notes of a conversation's calls into one note on its `length` tokens."""
 
 
 def _bytes(tokens: list[int]) -> bytes:
+    """Return token ids as bytes; a prefix of ids is a prefix of bytes."""
     return np.asarray(tokens, np.int32).tobytes()

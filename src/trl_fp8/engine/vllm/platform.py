@@ -1,8 +1,9 @@
-"""`Platform`: vLLM's arguments on any device, and what CUDA and CPU add to them.
+"""`Platform`: arguments for vLLM on any device, and those that CUDA and CPU add.
 
-The engine starts from dummy weights with the recipe's `quantization_config` in the model's config: TRL syncs the whole
-policy before the first rollout. Kernels and attention backend are pinned, because vLLM might choose some whose
-weights or scales cannot be written in place. Kernels of linears are checked and timed on the device (gemms.py).
+The engine starts from dummy weights with the recipe's `quantization_config` in the model's config, because TRL syncs
+the whole policy before the first rollout. vLLM might choose kernels whose weights or scales a sync cannot write in
+place. So on CUDA the kernel for experts is pinned, and with an FP8 KV cache or attention sinks the attention backend,
+too. Kernels of FP8 linears are checked and timed on the device (gemms.py).
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from transformers import PretrainedConfig
@@ -27,34 +28,36 @@ from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import forget_choices
 
-from .environment import classes_derived, configs_kept, environment_kept
+from .environment import configs_restored, environment_restored, policy_class_unchanged
 
 
 NAME = "trl_fp8"  # this package, as an entry of vLLM's `additional_config` and a provider of its IR operations
 NORMS = "rms_norm", "fused_add_rms_norm"
 # Passes of vLLM's compiler that fuse such an operation with its neighbours
 FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_qk_norm_rope_fusion"
-# The largest latent, without its rotated part, whose FP8 tiles fit into the shared memory of Ada and of 12.x
+# Largest MLA latent (kv_lora_rank) whose FP8 tiles fit into 99 KiB, the shared memory of a thread block on GPUs of
+# compute capability 8.9 (Ada) and 12.x
 LATENT_IN_99_KIB = 256
 BLOCK = 128  # tokens per KV cache block on CPU
-_FOR_GOOD = ExitStack()  # never left
+BIND_MEMORY = "init_cpu_memory_env"  # vLLM's operation for CPU that binds memory to NUMA nodes
+_UNTIL_PROCESS_ENDS = ExitStack()  # contexts that are never left
 
 
 @dataclass(frozen=True)
 class SeparateKernels:
-    """Settings under which vLLM runs each operation as a kernel of its own, and rounds where that kernel does.
+    """Settings under which vLLM runs one kernel per operation, and rounds after each.
 
-    By default vLLM lets Inductor or a fused kernel compute a residual sum and its norm, SiLU and product, or a rotary
-    embedding at once, and a trainer has no function to call that gives those bits. A custom operation is opaque to the
-    compiler, so the separate kernels run, a few more per layer. Where Inductor still fuses, as in residual sums,
-    `emulate_precision_casts` keeps the roundings of BF16 arithmetic.
+    By default vLLM fuses operations, by Inductor or in one kernel: a residual sum with its norm, SiLU with the
+    product, the steps of a rotary embedding. A trainer has no function to call that gives the same bits. Inductor
+    cannot look into a custom operation, so with these settings separate kernels run, a few more per layer. Where
+    Inductor still fuses, as in residual sums, `emulate_precision_casts` keeps the roundings of BF16 arithmetic.
     """
 
-    norms: str  # provider of vLLM's IR operations `NORMS`
-    custom_ops: dict[str, bool]  # other operations -> True for vLLM's custom operation, False for its torch path
+    norms: str  # the provider that vLLM takes for its IR operations `NORMS`
+    custom_ops: dict[str, bool]  # name of another operation -> True: vLLM's custom kernel; False: its torch code
 
     def arguments(self) -> dict[str, object]:
-        """Return arguments for `vllm.LLM(...)`."""
+        """Return the arguments for `vllm.LLM(...)` that choose these kernels."""
         priority = {name: [self.norms] for name in NORMS}
         compilation = {
             "custom_ops": ["all", *(f"-{name}" for name, custom in self.custom_ops.items() if not custom)],
@@ -63,8 +66,8 @@ class SeparateKernels:
         }
         return {"kernel_config": {"ir_op_priority": priority}, "compilation_config": compilation}
 
-    def undone(self, config: VllmConfig) -> list[str]:
-        """Return the settings of a running engine under which it runs other kernels."""
+    def violated_by(self, config: VllmConfig) -> list[str]:
+        """Return the settings of a started engine under which it runs other kernels; empty if there are none."""
         found = []
         for name in NORMS:
             priority = getattr(config.kernel_config.ir_op_priority, name)
@@ -83,20 +86,14 @@ class SeparateKernels:
         return found
 
 
-class AddsArguments(Protocol):
-    """The half of an `EnginePart` that a platform calls."""
-
-    def arguments(self, platform: "Platform", recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict: ...
-
-
 class Platform(ABC):
     """A kind of device that an engine runs on."""
 
-    name: ClassVar[str]  # as torch calls the device
+    name: ClassVar[str]  # torch's name of the device type
 
     @abstractmethod
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
-        """Return vLLM's kernels for FP8 linears that may be taken, see `gemms.pinned_gemm`."""
+        """Return the names of vLLM's kernels that `gemms.pinned_gemm` may choose from for FP8 linears."""
 
     def arguments(
         self,
@@ -105,21 +102,32 @@ class Platform(ABC):
         *,
         max_num_seqs: int,
         max_model_len: int | None,
-        parts: Sequence[AddsArguments] = (),
+        parts: Sequence[Any] = (),
         user: dict | None = None,
     ) -> dict:
-        """Return arguments of `LLM(...)` that override TRL's; `ValueError` if the platform cannot run such a recipe.
+        """Return arguments of `vllm.LLM(...)` that override TRL's.
 
-        `recipe` and `config` are the policy's, `max_num_seqs` and `max_model_len` as TRL sets them; None is the
-        model's own context length. `user`: `vllm_engine_kwargs`, which override pinned settings one by one.
+        Args:
+            recipe: What is FP8 in the policy.
+            config: The policy's config.
+            max_num_seqs: The value that TRL sets.
+            max_model_len: The value that TRL sets, in tokens. None: the model's own context length.
+            parts: `EnginePart`s, which add arguments (typed `Any`, because part.py imports this module).
+            user: `vllm_engine_kwargs`, which override these arguments one by one.
+
+        Raises:
+            ValueError: The platform cannot run the recipe.
         """
         user = user or {}
-        arguments = {"load_format": "dummy", "dtype": "bfloat16", "additional_config": traced()}
-        # vLLM would fill its image normalization with dummy weights; the trainer's processor normalizes already
+        arguments = {"load_format": "dummy", "dtype": "bfloat16", "additional_config": compile_cache_key()}
+        # The trainer's processor has normalized images. vLLM would normalize them again, with its dummy weights
         arguments["mm_device_do_normalize"] = False
-        # Set also if nothing is FP8: the folder's config may say how its own weights are quantized
+        if config._commit_hash is not None:  # from the Hub, maybe at a `revision`, which TRL does not pass on
+            arguments["revision"] = config._commit_hash
         text = config.get_text_config()
         fields = family_of(text.model_type).engine_fields(text.to_dict())
+        # Override `quantization_config` even if nothing is FP8 (with None), because the checkpoint's own weights may
+        # be quantized, and vLLM would read that from its config
         arguments["hf_overrides"] = fields | {"quantization_config": recipe.quantization_config}
         if recipe.quantization_config is not None:
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
@@ -134,40 +142,45 @@ class Platform(ABC):
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         """Prepare the process for the start of an engine inside the block."""
         forget_choices()
-        with environment_kept(), configs_kept(), classes_derived(recipe), self._kernels_ready():
+        with environment_restored(), configs_restored(), policy_class_unchanged(recipe), self._kernels_ready():
             yield
 
     def register_kernels(self) -> None:
-        """Register the platform's kernels for all engines of this process, which is one of a server's."""
-        _FOR_GOOD.enter_context(self._kernels_ready())
+        """Register the platform's kernels until the process ends. Meant for processes of a vLLM server."""
+        _UNTIL_PROCESS_ENDS.enter_context(self._kernels_ready())
 
     @abstractmethod
     def _kernels_ready(self) -> AbstractContextManager[None]:
         """Register the platform's kernels for engines that start inside the block."""
 
     @abstractmethod
-    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
+    def _arguments(
+        self, recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None
+    ) -> dict: ...
 
 
 @dataclass(frozen=True)
 class Cuda(Platform):
-    """An NVIDIA GPU of one generation, with those of vLLM's kernels whose tensors a sync can write and read back."""
+    """An NVIDIA GPU, with the kernels of vLLM whose weights and scales a sync can write in place and read back."""
 
-    capability: tuple[int, int]  # e.g. (9, 0)
-    flash_attention: int | None = None  # the version that vLLM runs on it; None: none
+    capability: tuple[int, int]  # compute capability, e.g. (9, 0) on Hopper
+    flash_attention: int | None = None  # version of FlashAttention that vLLM runs on this GPU; None: vLLM runs none
 
     name = "cuda"
 
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
-        only = recipe.format.linear_backend
-        swapped = ("flashinfer_cutlass",) if self.capability == (9, 0) else ()  # DeepGEMM, FlashInfer below 32 rows
-        return (only,) if only else ("cutlass", "deep_gemm", *swapped, "triton")
+        if recipe.format.linear_backend is not None:
+            return (recipe.format.linear_backend,)
+        # flashinfer_cutlass on Hopper: DeepGEMM, and FlashInfer's own kernel for batches of less than 32 rows
+        return ("cutlass", "deep_gemm", *(["flashinfer_cutlass"] if self.capability == (9, 0) else []), "triton")
 
     def _kernels_ready(self) -> AbstractContextManager[None]:
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
         return nullcontext()
 
-    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
+    def _arguments(
+        self, recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None
+    ) -> dict:
         major, minor = self.capability
         if recipe.quantization_config is not None and self.capability < (8, 9):
             raise ValueError(
@@ -175,48 +188,54 @@ class Cuda(Platform):
                 f"capability {major}.{minor}, which has no units for e4m3: vLLM would store FP8 and compute in BF16. "
                 "FP8 starts with Ada (8.9) and Hopper (9.0). Switch it off: fp8_weights=False, kv_cache_dtype='auto'."
             )
-        first = recipe.format.capability
-        if recipe.fp8_weights and self.capability < first:
+        required = recipe.format.capability
+        if recipe.fp8_weights and self.capability < required:
             raise ValueError(
                 f"fp8_weight_format={recipe.format.name!r} on a GPU of compute capability {major}.{minor}: vLLM would "
-                f"repack the weights, or compute in BF16. The format starts with {first[0]}.{first[1]}; set "
+                f"repack the weights, or compute in BF16. The format starts with {required[0]}.{required[1]}; set "
                 "fp8_weight_format='blocks'."
             )
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
-        # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
+        # Blackwell, keeps copies of them, which a sync cannot write. How FlashAttention 4 rounds attention weights is
+        # not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
-        if recipe.decoder == WRAPPED and family_of(config.model_type).sees_images_whole:
-            attention = "TRITON_ATTN"
-        if latent := getattr(config, "kv_lora_rank", None):  # the MLA backend that rounds no query
-            attention = "TRITON_MLA"
+        if recipe.decoder == WRAPPED and family_of(config.model_type).sees_images_whole:  # in a vision-language model
+            attention = "TRITON_ATTN"  # FlashAttention 3 cannot mask bidirectional image tokens
+        if latent := getattr(config, "kv_lora_rank", None):
+            attention = "TRITON_MLA"  # the only MLA backend that does not round queries
             if recipe.fp8_kv_cache and latent > LATENT_IN_99_KIB and major in (8, 12):
                 raise ValueError(
                     f"kv_cache_dtype={recipe.kv_cache_dtype!r} with latents of {latent} elements (kv_lora_rank) on a "
                     f"GPU of compute capability {major}.{minor}: vLLM's kernel for FP8 latents (TRITON_MLA) needs 100 "
                     "KiB of shared memory for a block, the GPU has 99. BF16 latents fit: set kv_cache_dtype='auto'."
                 )
-        # FlashInfer also keeps a copy of attention sinks
-        pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
-        arguments = {"attention_backend": attention} if pinned else {}
-        # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
+        # Pin the backend with an FP8 cache, and with sinks, because FlashInfer keeps a copy of them. Otherwise vLLM
+        # chooses it
+        is_pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
+        arguments = {"attention_backend": attention} if is_pinned else {}
+        # vLLM's other kernels for experts cannot be used. DeepGEMM's rounds act(gate) * up, which no trainer here
+        # computes, and the rest reorder the weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
 
 
-# The reference kernels are separate ones: no fused kernel of vLLM's takes their place
+# The CPU engine's reference kernels compute one operation each. vLLM must not replace them by fused kernels
 CPU_KERNELS = SeparateKernels(norms=NAME, custom_ops={"rotary_embedding": False})
 
 
 class Cpu(Platform):
-    """The engine of development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
+    """The CPU, for development, tests and demos.
+
+    Reference kernels replace vLLM's, whose results differ between hosts.
+    """
 
     name = "cpu"
 
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
-        return ("auto",)  # the reference kernel stands first
+        return ("auto",)  # vLLM takes the first kernel of its list; `register_cpu_kernel` puts the reference first
 
     @contextmanager
     def _kernels_ready(self) -> Iterator[None]:
-        # These modules import what only vLLM's CPU build has
+        # Imported here, because these modules need vLLM's CPU build
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         from .cpu.delta_net import register_cpu_delta_net
@@ -231,32 +250,41 @@ class Cpu(Platform):
         register_cpu_ops()
         register_cpu_delta_net()
         with (
-            _memory_bound_quietly(),
+            _without_memory_binding(),
             overridden(AttentionBackendEnum.CPU_ATTN, ReferenceAttention),
             overridden(AttentionBackendEnum.CPU_MLA, ReferenceLatentAttention),
         ):
             yield
 
-    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
+    def _arguments(
+        self, recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None
+    ) -> dict:
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
         caches = caches_of(config, mamba_ssm_dtype="float32")
-        token = max(cache.elements for cache in caches) * itemsize or 1  # 1: no layer caches k and v
-        state = max(cache.state_bytes for cache in caches)
-        block = BLOCK * max(1, -(-state // (BLOCK * token)))  # vLLM: no state is larger than a block
-        blocks = -(-(length or config.max_position_embeddings) // block) + 1
-        per_seq = sum(block * token * (blocks if cache.elements else 2) for cache in caches)
-        # All sequences at full length, but at most 2 GiB, or the one sequence that vLLM insists on
-        budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
-        arguments = {"enforce_eager": True, "kv_cache_memory_bytes": budget} | CPU_KERNELS.arguments()
-        # The state changes at each token (cpu/delta_net.py): BF16 would round it each time. Prefix caching would keep
-        # states, each as large as a block
-        hybrid = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if state else {}
+        # vLLM gives all layers blocks of one size in bytes, that of the layer with the largest tokens
+        token_bytes = max(cache.elements for cache in caches) * itemsize or 1  # 1: no layer caches k and v
+        state_bytes = max(cache.state_bytes for cache in caches)
+        # Tokens of a block: a multiple of `BLOCK`, because vLLM enlarges blocks until the largest state fits into one
+        block_tokens = BLOCK * max(1, -(-state_bytes // (BLOCK * token_bytes)))
+        # Blocks of a layer for one sequence, and one more. A state needs one block for a sequence of any length
+        blocks = -(-(max_model_len or config.max_position_embeddings) // block_tokens) + 1
+        state_blocks = 1 + 1
+        seq_bytes = sum(block_tokens * token_bytes * (blocks if cache.elements else state_blocks) for cache in caches)
+        # Enough for all sequences at full length, but at most 2 GiB. At least one sequence, or vLLM refuses to start
+        cache_bytes = max(seq_bytes, min(seq_bytes * max_num_seqs, 2 * 2**30))
+        arguments = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes} | CPU_KERNELS.arguments()
+        # FP32, because the state of a gated delta net changes at each token (cpu/delta_net.py): BF16 would round it
+        # each time. Prefix caching would keep further states, each as large as a block
+        hybrid = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if state_bytes else {}
         latent = {"attention_backend": "CPU_MLA"} if caches[0].is_latent else {}
         return arguments | hybrid | latent
 
 
 def platform_of(device: torch.device | None = None) -> Platform:
-    """Return the platform of `device`; None: CUDA if there is a GPU. `ValueError` for other kinds of device."""
+    """Return the platform of `device`; for None that of CUDA if there is a GPU, else of the CPU.
+
+    Raises `ValueError` for other kinds of device.
+    """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if device is not None:
         kind = device.type
@@ -273,7 +301,7 @@ def platform_of(device: torch.device | None = None) -> Platform:
 
 
 def _merged(settings: dict, overrides: dict) -> dict:
-    """Return `settings` with `overrides`; dictionaries within are merged likewise."""
+    """Return `settings` updated with `overrides`, recursively where both have a dictionary."""
     merged = settings | overrides
     for name in settings.keys() & overrides:
         if isinstance(settings[name], dict) and isinstance(overrides[name], dict):
@@ -281,20 +309,21 @@ def _merged(settings: dict, overrides: dict) -> dict:
     return merged
 
 
-def traced(**further: object) -> dict[str, dict]:
-    """Return `additional_config` for `vllm.LLM(...)`; `further`: other settings that the traced code depends on.
+def compile_cache_key(**settings: object) -> dict[str, dict]:
+    """Return an `additional_config` for `vllm.LLM(...)` that separates this package's compiled code from other code.
 
-    vLLM looks for compiled code under a hash of its environment variables, its config and the model's class. If it
-    finds some, it does not trace the model again. This package's kernels and layers change what is traced, and none of
-    these mentions them. `additional_config` is hashed, and vLLM does not read this entry. A part that changes what is
-    traced adds to it.
+    vLLM caches compiled code under a hash of its environment variables, its config and the model's class. If it finds
+    code there, it does not trace the model again. This package's kernels and layers change what is traced, but would
+    not change the hash. vLLM hashes `additional_config`, and reads nothing from this entry of it.
+
+    `settings`: an engine part that changes what is traced passes here what that depends on.
     """
-    return {NAME: {"source": _source(), **further}}
+    return {NAME: {"source": _source_digest(), **settings}}
 
 
 @cache
-def _source() -> str:
-    """Return a digest of this package: another version of it, or an edited one, may trace something else."""
+def _source_digest() -> str:
+    """Return a digest of this package's source, because what is traced may change with each edit and version."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):
@@ -302,9 +331,12 @@ def _source() -> str:
     return digest.hexdigest()
 
 
-def _memory_bound_quietly() -> AbstractContextManager[None]:
-    """Keep vLLM from binding memory on a host with one NUMA node: it would warn of that in C++, past logging."""
+def _without_memory_binding() -> AbstractContextManager[None]:
+    """Keep vLLM from binding memory to a NUMA node inside the block, if the host has only one.
+
+    There the binding changes nothing, but vLLM's C++ code warns about it, which Python's logging cannot silence.
+    """
     if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
         return nullcontext()
-    torch.ops._C.init_cpu_memory_env  # looked up once, so that it stands in the namespace  # noqa: B018
-    return substituted(torch.ops._C, "init_cpu_memory_env", lambda nodes: None)
+    getattr(torch.ops._C, BIND_MEMORY)  # torch adds an operation to the namespace at its first use
+    return substituted(torch.ops._C, BIND_MEMORY, lambda nodes: None)

@@ -1,7 +1,8 @@
 """The tensors of a policy: as a sync sends them to an engine, and as a checkpoint has them.
 
-Adapters are merged into one weight at a time, whose own values are restored bit for bit. Parameters that FSDP2 or
-ZeRO-3 shards are gathered, a collective: for a sync in the engine's form, for a checkpoint whole and one by one.
+Adapters are merged into one weight at a time; afterwards the weight gets its own values back, bit for bit. Parameters
+that FSDP2 or ZeRO-3 shards are gathered, which is a collective: for a sync in the engine's form (sync/shards.py), for
+a checkpoint whole, one after the other.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -25,7 +26,7 @@ from trl_fp8.sync.writer import NamedTensor, SentTensor
 
 
 class EngineOfPolicy(Protocol):
-    """An engine that has started and the policy that it follows."""
+    """A started engine and the policy that it follows."""
 
     model: nn.Module  # the policy
     recipe: FP8Recipe
@@ -34,31 +35,31 @@ class EngineOfPolicy(Protocol):
     _dist: DistributedBackend  # how TRL gathers the policy
 
     def _iter_named_params(self) -> Iterator[NamedTensor]:
-        """Yield `(checkpoint name, full tensor)` of the policy, adapters merged."""
+        """Yield `(checkpoint name, full tensor)` of the policy, with adapters merged."""
 
 
 class PolicyWeights:
-    """The weights of the policy whose engine has started, as a sync sends them."""
+    """Sources of the tensors of a policy whose engine has started."""
 
     def __init__(self, generation: EngineOfPolicy):
         self._generation, self._dist = generation, generation._dist
         self.model, self.recipe, self.layout = generation.model, generation.recipe, generation.engine.layout
-        self.frozen: tuple[TensorGroup, ...] = ()  # written once, not by each sync
-        self.dealt = self._dist.is_zero3 or self._dist.is_fsdp  # over ranks
+        self.frozen: tuple[TensorGroup, ...] = ()  # tensors that are written once, not by each sync
+        self.sharded = self._dist.is_zero3 or self._dist.is_fsdp  # whether parameters are sharded over ranks
 
-    def one_by_one(self, model: nn.Module) -> bool:
-        """Return whether a tensor of `sent`, or of `reference`, lasts only until the next one is asked for."""
-        return self.dealt or is_peft_model(model)
+    def yields_one_by_one(self, model: nn.Module) -> bool:
+        """Return whether a tensor of `tensors_to_send`, or of `reference`, is valid only until the next is yielded."""
+        return self.sharded or is_peft_model(model)
 
-    def sent(self) -> AbstractContextManager[Iterator[SentTensor]]:
-        """Return `(checkpoint name, tensor)` of what a sync writes, in a `with` block."""
+    def tensors_to_send(self) -> AbstractContextManager[Iterator[SentTensor]]:
+        """Return the `(checkpoint name, tensor)` pairs that a sync writes, in a `with` block."""
         reshard(self.model, self._dist)
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
         if is_peft_model(self.model) or not self._sharded_over_one_group(parameters):
-            return self.merged()
+            return self.policy_tensors()
         return closing(self._gathered(parameters))
 
-    def merged(self) -> AbstractContextManager[Iterator[NamedTensor]]:
+    def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         """Return `(checkpoint name, full tensor)` of the whole policy, in a `with` block."""
         return closing(self._generation._iter_named_params())
 
@@ -69,40 +70,38 @@ class PolicyWeights:
                 yield checkpoint_name(name), parameter
 
     def whole(self, parameters: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
-        """Yield parameters, gathered if FSDP2 shards them (a collective). Each lasts until the next is asked for."""
-        reshard(self.model, self._dist)  # first: an unsharded parameter is another object, which loses its memory
+        """Yield parameters, gathered if FSDP2 shards them (a collective). Each is valid until the next is yielded."""
+        # Reshard first. An unsharded parameter is another object, which would lose its memory
+        reshard(self.model, self._dist)
         yield from self._gathered(list(parameters())) if self._dist.is_fsdp else parameters()
 
     def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[SentTensor]]:
-        """Return the weights of a reference that the engine calls `names`, in a `with` block.
+        """Return those weights of the reference model that the engine calls `names`, in a `with` block.
 
-        It is a copy of the policy, or the policy itself, which has its adapters disabled, or those of the reference
-        active, when the block is entered.
+        `model` is a copy of the policy. Or it is the policy itself, whose adapters are disabled when the block is
+        entered, or whose active adapters are then the reference's.
         """
         layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-        summed = any(not layer.disable_adapters and layer.active_adapters for layer in layers)
-        return closing(self._reference(model, names, summed))
+        has_adapters = any(not layer.disable_adapters and layer.active_adapters for layer in layers)
+        return closing(self._reference(model, names, has_adapters))
 
-    def _reference(self, model: nn.Module, names: Set[str], summed: bool) -> Iterator[SentTensor]:
-        """Yield what `reference` returns. If `summed`, its weights are sums, with those of adapters."""
+    def _reference(self, model: nn.Module, names: Set[str], has_adapters: bool) -> Iterator[SentTensor]:
+        """Yield the tensors of `reference`. With `has_adapters` active adapters are merged into them."""
         reshard(model, self._dist)
         own = [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
         adapted = is_peft_model(model)
-        adapters = adapters_of_parameters(model) if summed else {}
+        adapters = adapters_of_parameters(model) if has_adapters else {}
         with self._dist.gather_params(list(model.parameters()) if adapted else []):
             if self._dist.is_fsdp or (not adapted and self._sharded_over_one_group(own)):
                 with merged({layer: None for layers in adapters.values() for layer in layers}):  # a collective
                     yield from self._gathered(own)
                 return
             for name, parameter in own:
-                with (
-                    self._dist.gather_params([] if adapted else [parameter]),
-                    merged(adapters.get(id(parameter), ())),
-                ):
+                with self._dist.gather_params([] if adapted else [parameter]), merged(adapters.get(id(parameter), ())):
                     yield name, parameter.data
 
     def parts_of_reference(self, model: nn.Module, names: Set[str]) -> list[Tensor]:
-        """Return this rank's share of the parameters that `reference` of the same arguments is made of."""
+        """Return this rank's part of the parameters, adapters included, from which `reference` makes these weights."""
         reshard(model, self._dist)
         own = [each for name, each in reference_parameters(model) if self.recipe.engine_name(name) in names]
         layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer) and not each.disable_adapters]
@@ -116,7 +115,9 @@ class PolicyWeights:
         return gathered(parameters, self.recipe, self.layout, self._generation.accelerator.device)
 
     def _sharded_over_one_group(self, parameters: list[NamedTensor]) -> bool:
-        """Return whether FSDP2 or ZeRO-3 shards these over the same ranks, to be gathered in the engine's form."""
+        """Return whether FSDP2 or ZeRO-3 shards all `parameters` over the same ranks. They can then be gathered in the
+        engine's form.
+        """
         if not self._dist.is_zero3:
             return self._dist.is_fsdp
         parts = [Sharded.of(parameter) for _, parameter in parameters]
@@ -124,15 +125,19 @@ class PolicyWeights:
 
 
 def reshard(model: nn.Module, dist: DistributedBackend) -> None:
-    """Shard what FSDP2 leaves unsharded after a forward without backward."""
-    for module in model.modules() if dist.is_fsdp else ():
+    """Shard parameters again that FSDP2 has left unsharded after a forward without backward."""
+    if not dist.is_fsdp:
+        return
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def reference_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (checkpoint name, parameter) of what a reference computes with, without adapters: all of a copy of the
-    policy; of the policy itself the base and, of modules that PEFT copied to train them, the copy that it calls now.
+    """Yield (checkpoint name, parameter) of the weights that a reference computes with, without adapters.
+
+    If the reference is a copy of the policy, these are all weights. If it is the policy itself, these are the base
+    weights and, for modules that PEFT has copied to train them, those of the copy that PEFT calls at present.
     """
     called = []
     for name, module in model.named_modules():
@@ -146,19 +151,20 @@ def reference_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
 
 
 def adapters_of_parameters(model: nn.Module) -> dict[int, list[BaseTunerLayer]]:
-    """Return, by the id of each parameter that has adapters, the layers which PEFT merges into it."""
+    """Return id of a parameter that has adapters -> the layers whose adapters PEFT merges into it."""
     found: dict[int, list[BaseTunerLayer]] = {}
     for layer in model.modules():
-        for parameter in layer.get_base_layer().parameters() if isinstance(layer, BaseTunerLayer) else ():
-            found.setdefault(id(parameter), []).append(layer)
+        if isinstance(layer, BaseTunerLayer):
+            for parameter in layer.get_base_layer().parameters():
+                found.setdefault(id(parameter), []).append(layer)
     return found
 
 
 @contextmanager
 def merged(layers: Iterable[BaseTunerLayer]) -> Iterator[None]:
-    """Merge the active adapters of `layers` inside the block; afterwards base weights have their own values.
+    """Merge the active adapters of `layers` inside the block. Restore the base weights afterwards.
 
-    PEFT's unmerging rounds: without the copies that are made here each sync would change the base.
+    They are restored from copies, because PEFT's unmerging rounds, so each sync would change the base.
     """
     bases = {parameter for layer in layers for parameter in layer.get_base_layer().parameters()}
     before = [(base, base.data.clone()) for base in bases]

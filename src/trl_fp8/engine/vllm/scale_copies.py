@@ -1,7 +1,8 @@
 """The engine's KV cache scales: where vLLM keeps them, and proof that they are the ones that were sent.
 
-vLLM keeps each scale as a device tensor that CUDA kernels read, as a Python float that the CPU kernel and FlashInfer
-read, and those of k and v as a tensor on the host. A new one may reach only some of them: all are read and compared.
+vLLM keeps each scale as a device tensor, which CUDA kernels read, and as a Python float, which the CPU kernel and
+FlashInfer read. Those of k and v are also in a tensor on the host. A write might reach only some of these copies, so
+all of them are read and compared.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,31 +19,33 @@ from .numerics import attention_layers
 
 
 # Attention implementations that read the scales anew in each forward
-READ_EACH_TIME = (
-    *("FlashAttentionImpl", "InvariantFlashAttentionImpl", "TritonAttentionImpl", "ReferenceAttentionImpl"),
-    *("TritonMLAImpl", "ReferenceLatentImpl"),
+READ_EACH_TIME = frozenset(
+    "FlashAttentionImpl InvariantFlashAttentionImpl ReferenceAttentionImpl ReferenceLatentImpl TritonAttentionImpl "
+    "TritonMLAImpl".split()
 )
 
 
 def fp8_attention_layers(
     model: nn.Module, kv_layers: Collection[int], skip_layers: Collection[int] = ()
-) -> dict[int, Attention]:
+) -> dict[int, Attention | MLAAttention]:
     """Return layer number -> attention module for the layers with an FP8 cache.
 
-    `RuntimeError` if the engine's layers with a cache are not `kv_layers`, if the FP8 ones are not all of these but
-    `skip_layers`, or if an FP8 one may keep copies of its scales.
+    Raises:
+        RuntimeError: The layers with a cache are not `kv_layers`; one of `skip_layers` has an FP8 cache, or another
+            layer has none; or a layer may keep further copies of its scales.
     """
     layers = attention_layers(model)
     if list(layers) != list(kv_layers):
         raise RuntimeError(
             f"kv_cache_dtype='fp8': the engine has attention with a KV cache in layers {list(layers)}, the policy in "
-            f"{list(kv_layers)}, so that scales cannot be assigned to decoder layers. {REMEDY}."
+            f"{list(kv_layers)}, so scales cannot be assigned to decoder layers. {REMEDY}."
         )
-    wrong = [
-        f"layer {layer}: KV cache of type {module.kv_cache_dtype}"
-        for layer, module in layers.items()
-        if module.kv_cache_dtype.startswith("fp8") == (layer in skip_layers)
-    ]
+    wrong = []
+    for layer, module in layers.items():
+        is_fp8 = module.kv_cache_dtype.startswith("fp8")
+        should_be_fp8 = layer not in skip_layers
+        if is_fp8 != should_be_fp8:
+            wrong.append(f"layer {layer}: KV cache of type {module.kv_cache_dtype}")
     fp8 = {layer: module for layer, module in layers.items() if layer not in skip_layers}
     kinds = {layer: type(module.impl).__name__ for layer, module in fp8.items()}
     wrong += [
@@ -53,9 +56,9 @@ def fp8_attention_layers(
     if wrong:
         problems = listed(wrong, 8, "\n  ")
         raise RuntimeError(
-            f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  {problems}\nRemove "
-            "attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
-            f"{READ_EACH_TIME}."
+            f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  {problems}\nLet the engine "
+            "choose its attention backend (remove attention_backend), or set kv_cache_dtype='auto'. Scales can be "
+            f"recalibrated with {', '.join(sorted(READ_EACH_TIME))}."
         )
     return fp8
 
@@ -94,7 +97,7 @@ class KVScaleCopies:
             raise RuntimeError(f"KV scales did not arrive in the engine ({len(wrong)} copies differ):\n  {copies}")
 
     def _tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return scales of q, k, v of each layer on the device, and on the host those of k and v (vLLM keeps no q)."""
+        """Return the tensors of scales on the device (q, k, v of each layer) and on the host (k and v of each)."""
         modules = self._layers.values()
         on_device = [getattr(module, f"_{which}_scale") for module in modules for which in QKV]
         on_host = [getattr(module, f"_{which}_scale_cpu") for module in modules for which in QKV[1:]]

@@ -1,13 +1,16 @@
-"""`SyncAuditCallback`: compares the policy with the engine after each weight sync, also of TRL's own trainers.
+"""`SyncAuditCallback`: compares the policy with the engine after each weight sync. Works with TRL's own trainers, too.
 
-TRL hands each tensor to vLLM's loader and trusts that it arrives. The audit rounds or quantizes the policy once more,
-cuts each tensor as the engine fuses and shards it, and compares values with the tensor that the engine computes with.
+TRL hands each tensor to vLLM's loader and does not check that it arrives. The audit rounds or quantizes each tensor of
+the policy once more, and cuts it as the engine fuses and shards it. It compares the result with the tensor that the
+engine computes with.
 
-    when      after `sync_weights`; before a generation at a step that no sync preceded
-    adapters  TRL merges them for a sync and subtracts them afterwards, which rounds the policy. A merged weight may
-              therefore differ from the engine's by these two roundings, and by no more
+    when      after each `sync_weights`, and before a generation if there was no audit in this step yet
+    adapters  TRL merges adapters into the policy for a sync, and subtracts them afterwards. The subtraction rounds the
+              weight, and merging again for the audit rounds it once more. So a merged weight may differ from the
+              engine's by these two roundings (`MERGE_TOLERANCE`). This package's own sync restores the weight exactly
 
-Tensors are compared one at a time, so that the audit needs memory for two copies of the largest one.
+Tensors are compared one at a time, so without adapters the audit needs memory for two copies of the largest tensor. A
+merged weight takes some more, two of them in FP32.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +20,7 @@ from typing import Any, Literal
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
@@ -40,21 +43,27 @@ from .policy_weights import PolicyWeights, adapters_of_parameters, merged, resha
 logger = get_logger(__name__)
 
 ON_DIFFERENCE = "raise", "warn"
+# Allowed difference of a merged weight: this many eps of (|base| + |merged|). Unmerging rounds the base and merging
+# rounds the result, each by at most eps / 2. So 2 leaves a factor of four
+MERGE_TOLERANCE = 2
 
 
 class SyncAuditCallback(TrainerCallback):
-    """Compares every tensor of a colocated engine with the policy after each sync, and names those that differ.
+    """Callback that compares a colocated engine with the policy after each sync, and names the tensors that differ.
 
         trainer = GRPOTrainer(model, reward, args, dataset)
         trainer.add_callback(SyncAuditCallback(trainer))
 
-    It works from its construction on; as a callback it says at the end of training what it has seen.
+    It wraps the trainer's `sync_weights` and `generate` when constructed; `on_train_end` only logs a summary.
 
     Args:
-        trainer: A trainer of TRL's, or of this package, with `use_vllm=True, vllm_mode="colocate"`.
-        on_difference: "raise": a `RuntimeError` on every rank, before anything is sampled. "warn": a warning.
+        trainer: A trainer of TRL or of this package, with `use_vllm=True, vllm_mode="colocate"`.
+        on_difference: What to do if tensors differ. "raise": raise a `RuntimeError` on every rank, before anything is
+            sampled. "warn": log a warning.
 
-    Attributes: audits and failures: the number of comparisons, and of those that found a difference.
+    Attributes:
+        audits: The number of audits.
+        failures: The number of audits that found a difference.
     """
 
     def __init__(self, trainer: Any, on_difference: Literal["raise", "warn"] = "raise"):
@@ -69,25 +78,29 @@ class SyncAuditCallback(TrainerCallback):
         self._trainer = trainer
         self._generation = trainer.vllm_generation
         self._raises = on_difference == "raise"
-        has_own_engine = isinstance(self._generation, FP8VLLMGeneration)
-        if has_own_engine and type(self._generation.weights) is not PolicyWeights:
+        has_fp8_engine = isinstance(self._generation, FP8VLLMGeneration)
+        if has_fp8_engine and type(self._generation.weights) is not PolicyWeights:
             raise ValueError(
                 "SyncAuditCallback with fp8_base=True: the policy computes with the engine's own base weights, so "
                 "there is no second copy to compare. Leave the callback out; each sync audits the adapters already."
             )
-        if has_own_engine:
+        if has_fp8_engine:
             self._recipe = self._generation.recipe
         else:
-            size = self._generation.tensor_parallel_size
-            flags = {"fp8_weights": False, "kv_cache_dtype": "auto", "tensor_parallel_size": size}
-            self._recipe = recipe_for_model(self._generation.model, **flags)
+            self._recipe = recipe_for_model(
+                self._generation.model,
+                fp8_weights=False,
+                kv_cache_dtype="auto",
+                tensor_parallel_size=self._generation.tensor_parallel_size,
+            )
         self._layout: Layout | None = None
         self._audited_step: int | None = None
-        self._digests: dict[str, Tensor] = {}  # of the policy's tensors at the last audit
+        self._digests: dict[str, Tensor] = {}  # engine name -> checksum of the policy's tensor at the last audit
         self.audits = 0
         self.failures = 0
-        for name, method in (("sync_weights", self._sync), ("generate", self._generate)):
-            setattr(self._generation, name, partial(method, getattr(self._generation, name)))
+        for name, audited in (("sync_weights", self._sync), ("generate", self._generate)):
+            original = getattr(self._generation, name)
+            setattr(self._generation, name, partial(audited, original))
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         found = f"{self.failures} found tensors that differ" if self.failures else "none found a difference"
@@ -98,7 +111,7 @@ class SyncAuditCallback(TrainerCallback):
         self.audit()
 
     def _generate(self, generate: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
-        # An engine that sleeps has no weights to compare; TRL syncs when it wakes it
+        # A sleeping engine has no weights to compare. TRL syncs when it wakes the engine, which audits
         asleep = self._generation.enable_sleep_mode and self._generation._llm_weights_sleeping
         if not asleep and self._audited_step != self._trainer.state.global_step:
             self.audit()
@@ -106,10 +119,10 @@ class SyncAuditCallback(TrainerCallback):
 
     @torch.no_grad()
     def audit(self) -> list[str]:
-        """Compare now. Return a line for each tensor that differs, with its name first. Collective.
+        """Compare all tensors now. Return one line for each tensor that differs; it begins with the name. Collective.
 
         Raises:
-            RuntimeError: Tensors differ, on this rank or another one, unless `on_difference` is "warn".
+            RuntimeError: Tensors differ on any rank, and `on_difference` is "raise".
         """
         self._audited_step = self._trainer.state.global_step
         differences = self._differences()
@@ -134,45 +147,48 @@ class SyncAuditCallback(TrainerCallback):
         return differences
 
     def _differences(self) -> list[str]:
+        """Return one line for each tensor of this rank's engine that differs. Collective."""
         model, recipe = self._generation.model, self._recipe
         if self._layout is None:
             buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(model)}
             self._layout = engine_layout(upstream.engine_model(self._generation.llm), recipe.linears, buffers)
         pieces = self._layout.pieces
         digests: dict[str, Tensor] = {}
-        found: list[str] = []
+        lines: list[str] = []
 
-        # 1. What the policy has
+        # 1. Tensors of the policy
         for name, tensor, base in self._policy_tensors():
             if name not in pieces:
                 tied = " (it is tied to the embeddings there)" if name.endswith("lm_head.weight") else ""
-                found.append(f"{name} is not in the engine{tied}")
+                lines.append(f"{name} is not in the engine{tied}")
                 continue
             piece = pieces[name]
             in_engine = piece.of_engine()
-            part = piece.of_sent(tensor).to(in_engine.device).reshape(in_engine.shape)
-            slack = None
+            expected = piece.of_sent(tensor).to(in_engine.device).reshape(in_engine.shape)
+            tolerance = None
             if base is not None:
-                rounding = 2 * torch.finfo(base.dtype).eps
-                whole = rounding * (base.float().abs() + tensor.float().abs())
-                slack = piece.of_sent(whole).to(in_engine.device).reshape(in_engine.shape)
-            digests[name] = digest(part.to(in_engine.dtype))
-            if difference := _difference(part, in_engine, slack):
-                stale = name in self._digests and bool(digest(in_engine) == self._digests[name])
-                found.append(f"{name} {difference}{', and is what the sync before sent' if stale else ''}")
+                rounding = MERGE_TOLERANCE * torch.finfo(base.dtype).eps
+                full_tolerance = rounding * (base.float().abs() + tensor.float().abs())
+                tolerance = piece.of_sent(full_tolerance).to(in_engine.device).reshape(in_engine.shape)
+            digests[name] = digest(expected.to(in_engine.dtype))
+            difference = _difference(expected, in_engine, tolerance)
+            if difference is not None:
+                # If the engine still has the tensor of the last audit, this sync did not write it
+                is_old = name in self._digests and bool(digest(in_engine) == self._digests[name])
+                lines.append(f"{name} {difference}{', and still has the values of the sync before' if is_old else ''}")
 
-        # 2. What only the engine has, and what it computes from its weights
+        # 2. Tensors that the engine derives from its weights, and tensors that the policy does not have
         for name, piece in pieces.items():
             if piece.derived is not None:
                 if difference := _difference(piece.derived(), piece.of_engine()):
-                    found.append(f"{name}, which vLLM derives from other weights, {difference}")
+                    lines.append(f"{name}, which vLLM derives from other weights, {difference}")
             elif name not in digests and not self._is_tied(piece):
-                found.append(f"{name} is not in the policy")
+                lines.append(f"{name} is not in the policy")
         self._digests = digests
-        return found
+        return lines
 
     def _is_tied(self, piece: Piece) -> bool:
-        """Return whether the policy has a tensor under another name, as an output head tied to the embeddings has."""
+        """Return whether `piece` is an output head that the policy ties to its embeddings, with equal values."""
         head = self._generation.model.get_output_embeddings()
         embeddings = self._generation.model.get_input_embeddings()
         if not piece.name.endswith("lm_head.weight") or head is None or head.weight is not embeddings.weight:
@@ -181,17 +197,21 @@ class SyncAuditCallback(TrainerCallback):
         return _difference(piece.of_sent(head.weight.detach()).to(in_engine.device), in_engine) is None
 
     def _policy_tensors(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield the engine's name of each tensor, the tensor as a sync sends it, and, where adapters are merged into
-        it, the base weight. A tensor lasts until the next one is asked for. Collective.
+        """Yield `(engine name, tensor as a sync sends it, base weight)` for each tensor of the policy. Collective.
+
+        The base weight is the weight without adapters; None if no adapter is merged into this tensor. A tensor is
+        valid only until the next one is requested.
         """
         recipe = self._recipe
+        # `_merged` adds to this while it is consumed. A weight that is not FP8 comes out before the next one is
+        # pulled, so its base is still there
         bases: dict[str, Tensor] = {}
         for weights in by_scale(self._merged(bases), recipe, recipe.fp8_tensors, copy=True):
             if recipe.fp8_tensors.issuperset(weights):
+                # Without a tolerance: only this package's sync sends FP8, and it restores base weights bit for bit
                 rounded = [weight.to(torch.bfloat16) for weight in weights.values()]
-                for name, codes in zip(
-                    weights, quantize_fused(rounded, recipe.format, recipe.scale_format), strict=True
-                ):
+                quantized = quantize_fused(rounded, recipe.format, recipe.scale_format)
+                for name, codes in zip(weights, quantized, strict=True):
                     yield recipe.engine_name(name), codes.qdata, None
                     yield recipe.scale_name(name), stored_scale(codes, recipe.format), None
             else:
@@ -202,8 +222,9 @@ class SyncAuditCallback(TrainerCallback):
             yield recipe.engine_name(name), buffer.detach(), None
 
     def _merged(self, bases: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(checkpoint name, whole tensor)` of the policy with adapters merged. Put into `bases` what a weight
-        was without them.
+        """Yield `(checkpoint name, full tensor)` of the policy, with its adapters merged.
+
+        For each weight that has an adapter, put a copy of the weight without it into `bases`.
         """
         model, dist = self._generation.model, self._generation._dist
         adapted = is_peft_model(model)
@@ -215,29 +236,33 @@ class SyncAuditCallback(TrainerCallback):
                     continue
                 layers = adapters.get(id(parameter), ())
                 if layers:
-                    bases[checkpoint_name(name)] = parameter.detach().clone()
+                    bases[checkpoint_name(name)] = self._whole(parameter).clone()
                 with dist.gather_params([] if adapted else [parameter]), merged(layers):
-                    tensor = parameter.detach()
-                    if isinstance(tensor, DTensor):
-                        tensor = tensor.to(self._generation.accelerator.device).full_tensor()
-                    yield checkpoint_name(name), tensor
+                    yield checkpoint_name(name), self._whole(parameter)
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        """Return all of a parameter, of which FSDP2 leaves each rank a part. Collective."""
+        tensor = parameter.detach()
+        return tensor.to(self._generation.accelerator.device).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _difference(expected: Tensor, in_engine: Tensor, slack: Tensor | None = None) -> str | None:
-    """Return how many elements of `in_engine` are not `expected`, rounded to its dtype; None if all are equal.
+def _difference(expected: Tensor, in_engine: Tensor, tolerance: Tensor | None = None) -> str | None:
+    """Describe how `in_engine` differs from `expected`, which is rounded to the engine's dtype first; None if equal.
 
-    `slack`, of the same shape: how far `expected` may be from the number that was rounded. Rounding keeps the order
-    of numbers, so that the result then lies between those of `expected - slack` and `expected + slack`.
+    With a `tolerance` (same shape) the engine's number passes if it lies between `expected - tolerance` and
+    `expected + tolerance`, both rounded to the engine's dtype. Rounding is monotonic.
     """
-    if slack is None:
+    if tolerance is None:
         rounded = expected.to(in_engine.dtype)
-        one_byte = in_engine.dtype.itemsize == 1
-        wrong = rounded.view(torch.uint8) != in_engine.view(torch.uint8) if one_byte else rounded != in_engine
+        if in_engine.dtype.itemsize == 1:  # FP8 codes and exponents are compared byte by byte: NaN equals NaN
+            wrong = rounded.view(torch.uint8) != in_engine.view(torch.uint8)
+        else:
+            wrong = rounded != in_engine
     else:
-        low, high = ((expected.float() + sign * slack).to(in_engine.dtype) for sign in (-1, 1))
-        wrong = ~((low <= in_engine) & (in_engine <= high))  # NaN is wrong, too
+        low, high = ((expected.float() + sign * tolerance).to(in_engine.dtype) for sign in (-1, 1))
+        wrong = ~((low <= in_engine) & (in_engine <= high))  # negated, so that NaN counts as wrong
     count = int(wrong.sum())
     if not count:
         return None
-    most = (expected.to(in_engine.dtype).float() - in_engine.float()).abs().max().item()
-    return f"differs in {count} of {in_engine.numel()} elements, by up to {most:.2g}"
+    largest = (expected.to(in_engine.dtype).float() - in_engine.float()).abs().max().item()
+    return f"differs in {count} of {in_engine.numel()} elements, by up to {largest:.2g}"

@@ -3,6 +3,7 @@
 Nothing is retried here. TRL's client repeats a POST after 500, 502 and 503, and the first may have changed weights.
 """
 
+import errno
 import os
 import secrets
 import time
@@ -11,7 +12,17 @@ from itertools import count
 import httpx
 from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient
 
-from .plugin import TOKEN, TRAINER
+from .plugin import TOKEN, TRAINER, UPLOAD
+
+
+def server_urls(addresses: str) -> list[str]:
+    """Return the addresses of servers in `vllm_server_base_url`, which commas separate. `ValueError` for one twice."""
+    urls = [address.strip().rstrip("/") for address in addresses.split(",") if address.strip()]
+    if len(set(urls)) != len(urls) or not urls:
+        raise ValueError(
+            f"vllm_server_base_url={addresses!r}: name each server once, as in http://one:8000,http://two:8000."
+        )
+    return urls
 
 
 class ServerGone(RuntimeError):
@@ -57,6 +68,11 @@ class Control(HTTPVLLMWeightSyncClient):
     def reset_prefix_cache(self) -> bool:
         return bool(self._post("reset_prefix_cache")["success"])
 
+    def upload(self, kind: str, offset: int, size: int, chunk: bytes) -> str:
+        """Send a chunk of a file, and return the file's path at the server. `OSError` if there is no room for it."""
+        query = {"kind": kind, "offset": offset, "size": size}
+        return self._call("POST", UPLOAD.removeprefix("/"), content=chunk, params=query)["path"]
+
     def wait_until_up(self, seconds: float) -> None:
         """Wait for a healthy server. `ServerGone` if there is none after `seconds`."""
         end = time.monotonic() + seconds
@@ -81,6 +97,11 @@ class Control(HTTPVLLMWeightSyncClient):
             answer = httpx.request(
                 method, f"{self.base_url}/{path}", timeout=self.timeout, headers=self._headers, **content
             )
+        except httpx.ReadTimeout as error:
+            raise ServerGone(
+                f"the server at {self.base_url} has not answered /{path} for {self.timeout:g} seconds. If it answers "
+                "/health, its engine hangs: look at the log of the server, and at its GPUs; then start it again."
+            ) from error
         except httpx.TransportError as error:
             raise ServerGone(f"the server at {self.base_url} does not answer /{path}: {error!r}") from error
         if answer.status_code == 401:
@@ -88,6 +109,9 @@ class Control(HTTPVLLMWeightSyncClient):
                 f"{TOKEN} is not the token of the server at {self.base_url}. Set it to the value that trl-fp8 serve "
                 "prints."
             )
+        if answer.status_code == 507:
+            raise OSError(errno.ENOSPC, answer.text[:300], f"{self.base_url}/{path}")  # not the trainer's disk
         if answer.status_code != 200:
-            raise RuntimeError(f"{self.base_url}/{path}: {answer.status_code}, {answer.text[:300]}")
+            kind = ServerGone if answer.status_code >= 500 else RuntimeError  # vLLM's own, if an engine has died
+            raise kind(f"{self.base_url}/{path}: {answer.status_code}, {answer.text[:300]}")
         return answer.json()

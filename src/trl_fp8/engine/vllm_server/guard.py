@@ -1,52 +1,70 @@
-"""vLLM's `--middleware` of an FP8 server: it sees every request before vLLM does.
+"""Middleware of an FP8 server (vLLM's `--middleware`), which sees every request before vLLM does.
 
-token    Endpoints that change state ask for it; vLLM's own --api-key covers others. Unknown endpoints are refused.
-whole    From the start of an update until the trainer, which has compared checksums, resumes, requests wait here.
-         After `TRL_FP8_WAIT` seconds they get 503, also those that vLLM holds: it would let them wait for ever.
-order    One call at a time: pause, start, update, finish, resume, all of one trainer. vLLM's workers raise for another
-         order, and with several workers an error puts all later answers out of order (receiver.py).
+token    Endpoints that change state require the token; for others use vLLM's --api-key. Unknown endpoints are refused,
+         except to read (GET, HEAD).
+update   A trainer pauses the server, sends its weights, compares checksums, and resumes. Meanwhile, and before the
+         first update, requests for completions wait here. After `TRL_FP8_WAIT` seconds they get status 503, also those
+         that vLLM has paused: vLLM would let them wait for ever.
+upload   A trainer whose files the workers cannot see sends them here, in chunks (uploads.py). vLLM does not see them.
+hang     vLLM's /health answers also if the engine hangs. So a request that waits long for it makes the guard ask the
+         workers something. If they do not answer, it gets status 504.
+order    One call at a time, all from one trainer: pause, start, update, finish, resume. vLLM's workers raise at any
+         other order, and with several workers an error puts all later answers out of order (receiver.py).
 """
 
 import asyncio
 import hmac
 import json
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from enum import Enum
+from urllib.parse import parse_qsl
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .plugin import TOKEN, TRAINER, WAIT
+from .plugin import DEFAULT_FOLDER, FOLDER, TOKEN, TRAINER, UPLOAD, WAIT
+from .uploads import MAX_CHUNK_BYTES, UploadRefused, Uploads
 
 
+# Endpoints that sample from the policy, that neither sample nor change state, and that change state
 GENERATES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 HARMLESS = ("/tokenize", "/detokenize")
 CONTROL = (
-    *("/pause", "/resume", "/reset_prefix_cache", "/collective_rpc", "/init_weight_transfer_engine"),
-    *("/start_weight_update", "/update_weights", "/finish_weight_update"),
+    "/pause",
+    "/resume",
+    "/reset_prefix_cache",
+    "/collective_rpc",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    UPLOAD,
 )
-MOST_BYTES = 64 * 2**20  # of a body; the table of a model with 100,000 tensors has 10 MB
+# Seconds after which a request makes the guard ask the workers something, and for which they may take to answer. They
+# answer between two steps of the engine. Twice as long is less than TRL's asynchronous trainer waits (600 s)
+ENGINE_SECONDS = 240.0
+MAX_BODY_BYTES = 64 * 2**20  # of a request; the largest is a model's tensor table, 10 MB for 100,000 tensors
 
 
 class Update(Enum):
-    """Stages of the latest update."""
+    """Stage of the latest update."""
 
-    NONE = "none"  # nothing is paused: no trainer has synced yet, or the latest one has resumed
-    UNCHANGED = "unchanged"  # paused, and workers hold the policy that they had
-    PAUSED = "paused"  # and workers may hold parts of two policies
-    OPEN = "open"
-    FINISHED = "finished"  # but nobody has compared checksums yet
+    NONE = "none"  # not paused: no trainer has paused the server yet, or the latest one has resumed
+    UNCHANGED = "unchanged"  # paused; workers still hold their complete policy
+    PAUSED = "paused"  # paused; workers may hold parts of two policies
+    OPEN = "open"  # started; workers receive weights
+    FINISHED = "finished"  # all weights are sent; the trainer has not resumed, and may not have compared checksums
 
 
-# Call -> the stages of an update that it may follow
+# Call -> the stages in which it is allowed
 FOLLOWS = {
     "/start_weight_update": (Update.UNCHANGED, Update.PAUSED),
     "/update_weights": (Update.OPEN,),
     "/finish_weight_update": (Update.OPEN,),
     "/resume": (Update.UNCHANGED, Update.FINISHED),
 }
-# Call -> the stage that it reaches if it succeeds
+# Call -> the stage after it, if it succeeds
 REACHES = {
     "/start_weight_update": Update.OPEN,
     "/update_weights": Update.OPEN,
@@ -56,20 +74,22 @@ REACHES = {
 
 
 class Guard:
-    """ASGI middleware. `RuntimeError` without a token in the environment."""
+    """ASGI middleware. `RuntimeError` if the environment variable `TRL_FP8_TOKEN` is not set."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
         self._token = os.environ.get(TOKEN, "")
         if not self._token:
             raise RuntimeError(f"{TOKEN} is not set: anybody could change this server's weights. Use trl-fp8 serve.")
-        self._patience = float(os.environ.get(WAIT, 120))
-        self._whole = asyncio.Event()  # not yet: vLLM starts from dummy weights
-        self._abandoned = asyncio.Event()  # an update has been open for longer than requests wait
+        self._wait_seconds = float(os.environ.get(WAIT, 120))
+        self._policy_is_complete = asyncio.Event()  # not set at first: vLLM starts with dummy weights
+        self._abandoned = asyncio.Event()  # set if an update has taken longer than `_wait_seconds`
         self._update = Update.NONE
-        self._trainer = b""  # that paused the server last
-        self._one_at_a_time = asyncio.Lock()
+        self._trainer = b""  # the trainer that paused the server last
+        self._control_lock = asyncio.Lock()
+        self._uploads = Uploads(os.environ.get(FOLDER, DEFAULT_FOLDER))
         self._timer: asyncio.TimerHandle | None = None
+        self._question: asyncio.Future | None = None  # the latest one to the workers, see `_engine_hangs`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -85,31 +105,32 @@ class Guard:
         receive = _bounded(receive)
         if scope["path"] in GENERATES:
             await self._generate(scope, receive, send)
+        elif scope["path"] == UPLOAD:
+            await self._upload(scope, receive, send)
         elif scope["path"] in CONTROL:
             await self._control(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def _why_refused(self, scope: Scope) -> tuple[int, str] | None:
-        """Return status and reason; None if the request may pass."""
+        """Return status and reason of a refusal; None if the request may pass."""
         path = scope["path"]
-        headers = dict(scope["headers"])
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > MOST_BYTES:
-            return 413, f"a body of more than {MOST_BYTES} bytes."
         if path in GENERATES or path in HARMLESS:
             return None
         if path not in CONTROL:
             return 404, f"an FP8 server does not serve {path}: it could change weights or caches unseen."
-        if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self._token}".encode()):
+        token = dict(scope["headers"]).get(b"authorization", b"")
+        if not hmac.compare_digest(token, f"Bearer {self._token}".encode()):
             return 401, f"{path} changes state: it needs the token of trl-fp8 serve ({TOKEN})."
         if path == "/pause" and scope["query_string"] != b"mode=keep":
             return 400, "/pause needs mode=keep alone: other modes leave caches of another policy, or end requests."
+        if path in ("/pause", UPLOAD) and not _trainer_of(scope):
+            return 400, f"{path} needs the header {TRAINER}, by which the server knows the calls of its trainer."
         return None
 
     def _why_out_of_order(self, path: str, trainer: bytes) -> str | None:
-        """Return why a call of a trainer does not follow the previous ones; None if it does."""
-        if path not in FOLLOWS or (path == "/resume" and self._whole.is_set()):
+        """Return why a trainer's call is out of order; None if it is in order."""
+        if path not in FOLLOWS:
             return None
         if not self._trainer:
             return (
@@ -126,77 +147,131 @@ class Guard:
         return None
 
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._one_at_a_time:
+        """Pass a call of a `CONTROL` endpoint on if it is in order, and follow the stage of the update."""
+        async with self._control_lock:
             path = scope["path"]
-            trainer = dict(scope["headers"]).get(TRAINER.lower().encode(), b"")
+            trainer = _trainer_of(scope)
             problem = self._why_out_of_order(path, trainer)
             if problem is not None:
                 await _answer(send, 409, problem)
                 return
             if path == "/pause":
                 self._trainer = trainer
-                self._update = Update.UNCHANGED if self._whole.is_set() else Update.PAUSED
-                self._whole.clear()
-                self._restart_timer()
+                self._uploads.remove_others(trainer)
+                self._update = Update.UNCHANGED if self._policy_is_complete.is_set() else Update.PAUSED
+                self._policy_is_complete.clear()
+                self._start_timer()
             elif path == "/start_weight_update":
-                self._restart_timer()
-                # Workers forget an update that a trainer left open, for which vLLM's would raise
+                # Drop an update that a trainer left open: vLLM's workers would raise for a second start
                 await scope["app"].state.engine_client.collective_rpc("fp8_begin")
             if path in FOLLOWS and path != "/resume":
-                self._update = Update.PAUSED  # if the call fails
+                self._update = Update.PAUSED  # this stage stays if the call fails
 
-            async def note(message: Message) -> None:
+            async def send_and_follow(message: Message) -> None:
                 if message["type"] == "http.response.start" and message["status"] == 200:
                     self._update = REACHES.get(path, self._update)
+                    if path == "/finish_weight_update":
+                        self._uploads.remove("patch")
                     if path == "/resume":
                         self._stop_timer()
-                        self._whole.set()
+                        self._policy_is_complete.set()
                 await send(message)
 
-            await self._app(scope, receive, note)
+            await self._app(scope, receive, send_and_follow)
+
+    async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write a chunk of a trainer's file, and answer with the file's path."""
+        chunk = bytearray()
+        message = {"more_body": True}
+        while message.get("more_body") and len(chunk) <= MAX_CHUNK_BYTES:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return  # a part of a chunk is not written
+            chunk += message.get("body", b"")
+        try:
+            if len(chunk) > MAX_CHUNK_BYTES:
+                raise UploadRefused(413, f"a chunk of more than {MAX_CHUNK_BYTES} bytes.")
+            try:
+                query = dict(parse_qsl(scope["query_string"].decode()))
+                kind, offset, size = query["kind"], int(query["offset"]), int(query["size"])
+            except (KeyError, ValueError) as error:
+                raise UploadRefused(400, f"{UPLOAD} needs kind, offset and size: {error!r}.") from error
+            async with self._control_lock:
+                most_bytes = sum(await scope["app"].state.engine_client.collective_rpc("fp8_bytes"))
+                path = await asyncio.to_thread(
+                    self._uploads.write, _trainer_of(scope), kind, offset, size, bytes(chunk), most_bytes
+                )
+        except UploadRefused as refusal:
+            await _answer(send, refusal.status, str(refusal))
+            return
+        await _send_json(send, 200, {"path": path})
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Wait for a whole policy, then pass the request on, and end it if an update is abandoned meanwhile."""
+        """Pass a request on once the policy is complete. End it if an update is abandoned meanwhile, or the engine
+        hangs.
+        """
         try:
-            await asyncio.wait_for(self._whole.wait(), self._patience)
+            await asyncio.wait_for(self._policy_is_complete.wait(), self._wait_seconds)
         except TimeoutError:
             await _answer(send, 503, self._reason())
             return
         is_started = False
-        ended = asyncio.Event()  # for vLLM, which then frees what it has queued
+        ended = asyncio.Event()  # tells vLLM that the client is gone, so that it frees the request
 
-        async def note(message: Message) -> None:
+        async def send_unless_ended(message: Message) -> None:
             nonlocal is_started
             if not ended.is_set():
                 is_started = True
                 await send(message)
 
         async def receive_until_ended() -> Message:
-            """Return the client's next message, or that it is gone."""
+            """Return the client's next message, or a disconnect once the request is ended."""
             return await _first(receive(), ended.wait()) or {"type": "http.disconnect"}
 
-        request = asyncio.ensure_future(self._app(scope, receive_until_ended, note))
+        request = asyncio.ensure_future(self._app(scope, receive_until_ended, send_unless_ended))
         abandoned = asyncio.ensure_future(self._abandoned.wait())
+        refusal = None
         try:
-            await asyncio.wait((request, abandoned), return_when=asyncio.FIRST_COMPLETED)
+            while not request.done() and refusal is None:
+                either = (request, abandoned)
+                await asyncio.wait(either, timeout=ENGINE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if abandoned.done():
+                    refusal = 503, self._reason()
+                elif not request.done() and await self._engine_hangs(scope, either):
+                    text = (
+                        f"the engine has not answered for {ENGINE_SECONDS:g} seconds: it hangs, although /health "
+                        "answers. Look at the log of the server, and at its GPUs; then start it again."
+                    )
+                    refusal = 504, text
             if not request.done():
                 ended.set()
                 if not is_started:
-                    await _answer(send, 503, self._reason())
+                    await _answer(send, *refusal)
             await request
         finally:
             abandoned.cancel()
             request.cancel()
 
+    async def _engine_hangs(self, scope: Scope, ends: Sequence[asyncio.Future]) -> bool:
+        """Return whether the workers do not answer within `ENGINE_SECONDS`. Return early if one of `ends` completes.
+        All requests share one question.
+        """
+        if self._question is None or self._question.done():
+            self._question = asyncio.ensure_future(scope["app"].state.engine_client.collective_rpc("fp8_bytes"))
+        first = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait((self._question, *ends), timeout=ENGINE_SECONDS, return_when=first)
+        return not done
+
     def _reason(self) -> str:
+        """Return the text of a 503 answer."""
         return (
-            f"no complete policy for {self._patience:g} seconds: no trainer has synced yet, or the latest update did "
-            "not end. A trainer that syncs makes the server whole again."
+            f"no complete policy for {self._wait_seconds:g} seconds: no trainer has synced yet, or the latest update "
+            "did not end. A trainer that syncs makes the server whole again."
         )
 
-    def _restart_timer(self) -> None:
+    def _start_timer(self) -> None:
         self._stop_timer()
-        self._timer = asyncio.get_running_loop().call_later(self._patience, self._abandoned.set)
+        self._timer = asyncio.get_running_loop().call_later(self._wait_seconds, self._abandoned.set)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -206,32 +281,42 @@ class Guard:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """Return `receive`, which ends a body that exceeds `MOST_BYTES`, whatever its content-length says."""
+    """Wrap `receive` so that it raises once a body exceeds `MAX_BODY_BYTES`. Counts bytes, not content-length."""
     size = 0
 
-    async def counted() -> Message:
+    async def receive_bounded() -> Message:
         nonlocal size
         message = await receive()
         size += len(message.get("body", b""))
-        if size > MOST_BYTES:
-            raise HTTPException(413, f"a body of more than {MOST_BYTES} bytes.")  # FastAPI answers with it
+        if size > MAX_BODY_BYTES:
+            raise HTTPException(413, f"a body of more than {MAX_BODY_BYTES} bytes.")  # FastAPI makes an answer of it
         return message
 
-    return counted
+    return receive_bounded
 
 
 async def _first(message: Awaitable[Message], end: Awaitable) -> Message | None:
-    """Return the message, or None if the end comes first."""
-    both = [asyncio.ensure_future(message), asyncio.ensure_future(end)]
+    """Return the message; None if `end` completes first."""
+    message_task, end_task = asyncio.ensure_future(message), asyncio.ensure_future(end)
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        return both[0].result() if both[0].done() else None
+        await asyncio.wait((message_task, end_task), return_when=asyncio.FIRST_COMPLETED)
+        return message_task.result() if message_task.done() else None
     finally:
-        for each in both:
-            each.cancel()
+        message_task.cancel()
+        end_task.cancel()
+
+
+def _trainer_of(scope: Scope) -> bytes:
+    """Return the number by which a trainer marks its calls; empty without one."""
+    return dict(scope["headers"]).get(TRAINER.lower().encode(), b"")
 
 
 async def _answer(send: Send, status: int, text: str) -> None:
-    body = json.dumps({"error": {"message": text, "code": status}}).encode()
+    """Send an error with vLLM's JSON form."""
+    await _send_json(send, status, {"error": {"message": text, "code": status}})
+
+
+async def _send_json(send: Send, status: int, content: dict) -> None:
+    body = json.dumps(content).encode()
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
     await send({"type": "http.response.body", "body": body})

@@ -1,10 +1,11 @@
-"""The entry point `vllm.general_plugins`, which vLLM calls in every process that it starts, of any server.
+"""The entry point `vllm.general_plugins`, which vLLM calls in every process of every server.
 
 Without `TRL_FP8_SERVER=1`, which `trl-fp8 serve` sets, it does nothing: a stock server stays stock.
 """
 
 import os
 from functools import cache
+from importlib import import_module
 
 
 SWITCH = "TRL_FP8_SERVER"
@@ -13,6 +14,9 @@ FOLDER = "TRL_FP8_TRANSFER"  # the only folder from which a server reads files o
 DEFAULT_FOLDER = "/dev/shm"  # noqa: S108, its files are created exclusively, and their owner is checked
 TOKEN = "TRL_FP8_TOKEN"  # noqa: S105, the name of a variable: what endpoints that change state ask for
 TRAINER = "X-TRL-FP8-Trainer"  # header of a trainer's calls: its number, drawn at its start
+SCALES = "TRL_FP8_SCALES"  # scale format of FP8 weights for which the server checked its kernels
+EXTENSION = "TRL_FP8_EXTENSION"  # module whose `register()` changes what the server's processes run
+UPLOAD = "/fp8_upload"  # endpoint for files of a trainer that the workers cannot see
 WAIT = "TRL_FP8_WAIT"  # seconds for which requests wait for the end of an update
 
 
@@ -32,3 +36,6 @@ def _register_once() -> None:
         from trl_fp8.engine.vllm.platform import Cpu
 
         Cpu().register_kernels()
+    extension = os.environ.get(EXTENSION)
+    if extension:
+        import_module(extension).register()

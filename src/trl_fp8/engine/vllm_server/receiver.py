@@ -11,12 +11,14 @@ repeats the number of its question.
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
 import torch
+import vllm
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.platforms import current_platform
 
 from trl_fp8.engine.vllm.layout import Added, constants_layout, engine_layout
 from trl_fp8.engine.vllm.numerics import (
@@ -32,9 +34,12 @@ from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.sync.pieces import Layout
 
+from . import weight_patches
+from .broadcast import received
+from .cuda_ipc import opened_tensors, why_unreached
 from .numbers import numbers_of
-from .plugin import DEFAULT_FOLDER, FOLDER
-from .staging import Table, opened
+from .plugin import DEFAULT_FOLDER, FOLDER, SCALES
+from .staging import ALIGNED, Table, content, read, size_of
 
 
 class Receiver(WeightTransferEngine):
@@ -48,30 +53,37 @@ class Receiver(WeightTransferEngine):
         keep_untiled_scales(self.model)
         require_auditable(self.model)
         self.instance = uuid.uuid4().hex  # a restarted worker has another one, and holds nothing
-        self.version = -1  # of the latest update that was written whole
+        self.version = -1  # of the policy that is held, if no update has begun since
+        self.latest_version = 0  # that a trainer has sent, also one that was not written to its end
         self.error = ""  # of the latest update
         self.layout = self.constants = Layout([])
-        self.arrived: dict[str, int] = {}  # checksums of whole tensors as they were read
+        self.arrived: dict[str, int] = {}  # checksums of whole tensors as they were read, or are held since a patch
         self.parts: dict[str, int] = {}  # checksums of this worker's parts of them
+        self.split: dict[str, list] = {}  # tensors whose `arrived` is that of a part: which, and number of elements
         self.seconds = 0.0  # of CPU, that the latest update took
-        self._path = ""  # of the file of the trainer that connected last
+        self._trainer = ""  # that connected last
         self._table: Table = {}
-        self._written = -1
+        self._written = -1  # version of the policy that is held: -1 while it is being written
+        self._patched: set[str] = set()  # tensors of which `state` has to take checksums
         self._scale_copies: KVScaleCopies | None = None
         self._scales: KVScales | None = None
 
     def describe(self, linears: list[str], buffers: list[str]) -> dict:
         """Return what this worker's engine is. `linears` and `buffers`: the policy's, by the engine's names."""
         of_policy = engine_layout(self.model, set(linears), set(buffers))
-        added = [piece for module in self.model.modules() if isinstance(module, Added) for piece in module.pieces()]
+        layers = [module for module in self.model.modules() if isinstance(module, Added)]
+        added = [piece for layer in layers for piece in layer.pieces()]
         self.layout = Layout([*of_policy.pieces.values(), *added])
         self.constants = constants_layout(self.model, self.layout)
         scaling = activation_scaling(self.model)
         sent = [piece for piece in self.layout.pieces.values() if piece.derived is None]
         return {
             "instance": self.instance,
+            "latest_version": self.latest_version,
             "kernels": dict(fp8_kernels(self.model)),
             "linears": None if scaling is None else list(scaling),
+            "scale_format": os.environ.get(SCALES),
+            "host": [current_platform.get_device_name(), vllm.__version__, str(torch.__version__)],  # plain strings
             "query_rounded": bool(quantizes_query(self.model)),
             "fp8_cache": [
                 layer
@@ -82,7 +94,22 @@ class Receiver(WeightTransferEngine):
             "numbers": numbers_of(self.vllm_config.model_config.hf_text_config),
             "tensors": {piece.name: str(piece.dtype).removeprefix("torch.") for piece in sent},
             "derived": [piece.name for piece in self.layout.derived],
+            "added": {name: fact for layer in layers for name, fact in layer.facts().items()},
         }
+
+    def sees(self, path: str, text: str) -> str:
+        """Return why this worker does not read a trainer's file with this text; empty if it does."""
+        try:
+            _require_in_folder(path)
+            return "" if content(path, len(text)) == text.encode() else f"{path} has another content"
+        except ValueError as error:
+            return str(error)
+
+    def most_bytes(self) -> int:
+        """Return the bytes of a trainer's file that has as much as this worker holds of a policy, or 0 before
+        `describe`.
+        """
+        return sum(tensor.nbytes + ALIGNED for tensor in self.layout.held.values())
 
     def state(self) -> dict:
         """Return what this worker holds now. Checksums are strings: not every JSON reader has integers of 64 bits."""
@@ -92,17 +119,33 @@ class Receiver(WeightTransferEngine):
                 self._scale_copies.verify(self._scales)
             except RuntimeError as error:
                 wrong_scales = str(error)
+        sums = dict(zip(self.layout.names, self.layout.sums().tolist(), strict=True))
+        self._note_patched(sums)
         return {
             "instance": self.instance,
             "version": self.version,
             "error": self.error,
             "arrived": {name: str(checksum) for name, checksum in self.arrived.items()},
-            "differ": self.layout.changed([self.parts.get(name, -1) for name in self.layout.names]),
+            "split": self.split,
+            "differ": [name for name, checksum in sums.items() if checksum != self.parts.get(name, -1)],
             "constants": [str(checksum) for checksum in self.constants.sums().tolist()],
             "kv_scales": None if self._scales is None else self._scales.values.tolist(),
             "kv_wrong": wrong_scales,
             "cpu_seconds": self.seconds,
         }
+
+    def _note_patched(self, sums: Mapping[str, int]) -> None:
+        """Take checksums of what a patch has changed from what is held now: the trainer compares them with its own."""
+        tensors = self.layout.held if self._patched else {}
+        for name in self._patched:
+            shape = self._table[name][1]
+            piece = self.layout.pieces[name]
+            self.parts[name] = self.arrived[name] = sums[name]
+            if not weight_patches.covers(piece, shape):
+                whole, elements = weight_patches.padded_to_whole(piece, tensors[name], shape)
+                self.arrived[name] = int(digest(whole))
+                self.split[name] = [str((piece.sent, piece.zero)), elements]
+        self._patched = set()
 
     # -- vLLM's WeightTransferEngine
 
@@ -124,54 +167,51 @@ class Receiver(WeightTransferEngine):
 
     @torch.no_grad()
     def receive_weights(self, update_info: dict) -> None:
-        self._written = -1
         self._note_errors(lambda: self._write(**update_info))
 
     def finish_weight_update(self) -> None:
         self.version = -1 if self.error else self._written
 
     def shutdown(self) -> None:
-        """Do nothing: no file is open, no group of ranks exists."""
+        """Do nothing: files are open, and groups of ranks exist, during an update alone."""
 
     def _note_errors(self, work: Callable[[], None]) -> None:
         """Call `work`, and keep its error for `state`: see the module's docstring."""
         try:
             work()
-        except Exception as error:
+        except Exception as error:  # of any kind: one that a worker raises would shift vLLM's later answers
             self.error = f"{type(error).__name__}: {error}"
 
-    def _connect(self, path: str, table: Table, kv_layers: list[int] = (), skip_layers: list[int] = ()) -> None:
-        """Open the file of a trainer. `kv_layers` have k and v in a cache; that of `skip_layers` is BF16."""
-        folder = Path(os.environ.get(FOLDER, DEFAULT_FOLDER)).resolve()
-        if Path(path).resolve().parent != folder:
-            raise ValueError(
-                f"{path} is not in {folder}, the only folder that this server reads. Set {FOLDER}={folder} for the "
-                "trainer, or start trl-fp8 serve with --folder."
-            )
-        opened(path, table).close()
+    def _connect(self, trainer: str, table: Table, kv_layers: list[int] = (), skip_layers: list[int] = ()) -> None:
+        """Take updates of a trainer alone. `kv_layers` have k and v in a cache; that of `skip_layers` is BF16."""
         self._scale_copies = None
         if kv_layers:
             self._scale_copies = KVScaleCopies(fp8_attention_layers(self.model, kv_layers, skip_layers))
         self._scales = None
-        self._path = path
+        self._written = -1
+        self._trainer = trainer
         self._table = table
 
-    def _write(self, path: str, version: int, kv_scales: list[list[float]] | None = None) -> None:
-        if path != self._path:
-            raise RuntimeError(f"another trainer has connected to this server since ({self._path or 'none'}).")
+    def _write(
+        self,
+        trainer: str,
+        version: int,
+        kv_scales: list[list[float]] | None = None,
+        whole: dict | None = None,
+        patch: dict | None = None,
+    ) -> None:
+        """Write all of a policy, or what a patch changes."""
+        if trainer != self._trainer:
+            raise RuntimeError(f"another trainer has connected to this server since ({self._trainer or 'none'}).")
         start = time.process_time()
+        self.latest_version = max(self.latest_version, version)
         tensors = self.layout.held  # once: each access looks for all parameters anew
-        self.arrived = {}
-        self.parts = {}
-        with closing(opened(path, self._table)) as staged:  # an open file would keep the memory of a dead trainer's
-            for name, on_host in staged.items():
-                tensor = on_host.to(self.device)
-                part = self.layout.pieces[name].of_sent(tensor)
-                # Checksums of what was read, not of the copy: the trainer compares the first with what it staged, and
-                # `state` the second with what the engine holds
-                self.arrived[name] = int(digest(tensor))
-                self.parts[name] = self.arrived[name] if part is tensor else int(digest(part))
-                tensors[name].copy_(part.view_as(tensors[name]))
+        if patch is None:
+            self._written = -1
+            self._write_whole(whole, tensors)
+        elif version != self._written:  # else it has arrived twice
+            self._write_patch(tensors, **patch)
+        self._written = -1
         for piece in self.layout.derived:
             values = piece.derived()
             tensors[piece.name].copy_(values)
@@ -181,6 +221,54 @@ class Receiver(WeightTransferEngine):
             self._scale_copies.write(self._scales)
         self.seconds = time.process_time() - start
         self._written = version
+
+    def _write_whole(self, whole: dict, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.arrived, self.parts, self.split, self._patched = {}, {}, {}, set()
+        with closing(self._sent(**whole)) as sent:
+            for name, found in sent:
+                tensor = found.to(self.device)
+                part = self.layout.pieces[name].of_sent(tensor)
+                # Checksums of what was read, not of the copy: the trainer compares the first with what it staged, and
+                # `state` the second with what the engine holds
+                self.arrived[name] = int(digest(tensor))
+                self.parts[name] = self.arrived[name] if part is tensor else int(digest(part))
+                tensors[name].copy_(part.view_as(tensors[name]))
+
+    def _sent(
+        self, file: str = "", broadcast: dict | None = None, cuda_ipc: list[dict] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return an iterator over all tensors by their names, as one transport of the trainer brings them."""
+        if broadcast is not None:
+            return received(self._table, self.device, self.parallel_config.rank + 1, **broadcast)
+        if cuda_ipc is not None:
+            return opened_tensors(self._table, cuda_ipc[self.parallel_config.rank])
+        _require_in_folder(file)
+        return read(file, self._table)
+
+    def _write_patch(
+        self, tensors: Mapping[str, torch.Tensor], file: str, size: int, sha256: str, counts: list, base: int
+    ) -> None:
+        """Write the patch in `file`. Errors before its first element is written leave the policy that is held."""
+        if base != self._written or base < 0:
+            raise RuntimeError(f"the patch changes version {base}, and this worker holds version {self._written}.")
+        _require_in_folder(file)
+        if size > size_of(self._table):
+            raise ValueError(f"a patch of {size} bytes is larger than all that it could change.")
+        found = weight_patches.decoded(content(file, size), sha256, counts, self._table)
+        self._written = -1
+        for name, changes in found.items():
+            weight_patches.write(self.layout.pieces[name], tensors[name], changes, self._table[name][1])
+        self._patched |= found.keys()
+
+
+def _require_in_folder(path: str) -> None:
+    """Raise `ValueError` unless a trainer's file is in the folder of this server."""
+    folder = Path(os.environ.get(FOLDER, DEFAULT_FOLDER)).resolve()
+    if Path(path).resolve().parent != folder:
+        raise ValueError(
+            f"{path} is not in {folder}, the only folder that this server reads. Set {FOLDER}={folder} for the "
+            "trainer, or start trl-fp8 serve with --folder."
+        )
 
 
 class WorkerExtension:
@@ -197,6 +285,17 @@ class WorkerExtension:
     def fp8_state(self, number: int) -> dict:
         return _answer(number, self.weight_transfer_engine.state)
 
+    def fp8_sees(self, number: int, path: str, text: str) -> dict:
+        return _answer(number, lambda: {"why_not": self.weight_transfer_engine.sees(path, text)})
+
+    def fp8_reaches(self, number: int, transport: str, gpu: str) -> dict:
+        device = self.weight_transfer_engine.device
+        return _answer(number, lambda: {"why_not": why_unreached(transport, gpu, device)})
+
+    def fp8_bytes(self) -> int:
+        """Return `Receiver.most_bytes` to the guard, or 0 after an error: nothing is uploaded then."""
+        return _answer(0, lambda: {"bytes": self.weight_transfer_engine.most_bytes()}).get("bytes", 0)
+
     def fp8_begin(self) -> None:
         """Forget an update that a trainer left open: vLLM's worker would raise at the start of the next."""
         self._weight_update_active = False
@@ -206,5 +305,5 @@ def _answer(number: int, question: Callable[[], dict]) -> dict:
     """Return the answer with its question's number, or the error under "failed"."""
     try:
         return {"number": number, **question()}
-    except Exception as error:
+    except Exception as error:  # of any kind, as in `_note_errors`
         return {"number": number, "failed": f"{type(error).__name__}: {error}"}

@@ -1,19 +1,15 @@
-"""`ServerGeneration`: `RolloutEngine` whose rollouts come from a vLLM server that `trl-fp8 serve` started.
+"""`ServerGeneration`: `RolloutEngine` whose rollouts come from vLLM servers that `trl-fp8 serve` started.
 
-TRL's own client generates. Only the first rank talks to the server; all ranks share it, and call everything together.
+TRL's own client generates. Only the first rank talks to servers; all ranks share them, and call everything together.
 """
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any
 
-import numpy as np
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
-from trl.generation.vllm_client import VLLMClient
 
 from trl_fp8.engine.vllm.delivered import DeliveredGeneration
 from trl_fp8.engine.vllm.generation import require_same_prompts
@@ -22,93 +18,85 @@ from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import InPlaceDelivery
+from trl_fp8.sync.records import Occasion
 
-from .client import Control
+from .client import Control, server_urls
 from .plugin import DEFAULT_FOLDER, FOLDER
+from .seeded_client import DividedClient, SeededClient
 from .staged_engine import StagedEngine
-
-
-CONCURRENT = 64  # requests at a time
-
-
-class SeededClient(VLLMClient):
-    """TRL's client with one request and one seed for each prompt.
-
-    A server's own generators go on from run to run, so that a resumed run would sample other tokens. vLLM adds the
-    number of a completion to the seed of its request.
-    """
-
-    _seed: tuple[int, ...] = ()
-    failure: str | None = None  # why the latest call has no completions
-
-    def begin(self, seed: tuple[int, ...]) -> None:
-        """Note the seed of the next call."""
-        self._seed = seed
-
-    def generate(self, prompts: list[list[int]], *, generation_kwargs: dict | None = None, **options) -> dict:
-        def send(index: int) -> dict:
-            state = np.random.SeedSequence([*self._seed, index]).generate_state(1, np.uint64)
-            seeded = {**(generation_kwargs or {}), "seed": int(state[0]) >> 2}
-            return super(SeededClient, self).generate([prompts[index]], generation_kwargs=seeded, **options)
-
-        options.pop("features", None)
-        self.failure = None
-        try:
-            with ThreadPoolExecutor(CONCURRENT) as executor:
-                answers = list(executor.map(send, range(len(prompts))))
-        except Exception as error:  # TRL raises `Exception`. Other ranks wait for an answer: `ServerGeneration` raises
-            self.failure = f"{type(error).__name__}: {error}"
-            empty = [[] for _ in range(len(prompts) * options.get("n", 1))]
-            return {"prompt_ids": prompts, "completion_ids": empty, "logprobs": empty, "logprob_token_ids": empty}
-        merged = {}
-        for key, first in answers[0].items():
-            if first is None:  # log-probs for a trainer that reads none, as those that distill
-                merged[key] = None
-            else:
-                merged[key] = list(chain.from_iterable(answer[key] for answer in answers))
-        return merged
+from .transports import require_device
 
 
 class ServerGeneration(DeliveredGeneration):
-    """Server whose weights and KV scales follow the policy. Takes the arguments of `DeliveredGeneration`.
+    """Servers whose weights and KV scales follow the policy.
+
+    Args:
+        transport: Value of the flag `vllm_server_transport`.
+        **kwargs: As for `DeliveredGeneration`.
 
     `ValueError` for a policy or a trainer's host that this way of weights does not serve, or for a server of another
     model or recipe.
     """
 
     pinned = {}
-    _occasion: tuple[int, int, int] = (0, 0, 0)
-    _calls: Mapping[tuple[int, int, int], int] = {}  # occasions of the latest step -> calls of `generate`
+    _occasion = Occasion(0, 0, 0)
+    _calls: Mapping[Occasion, int] = {}  # occasions of the current step -> number of calls of `generate`
+
+    def __init__(self, *, transport: str = "auto", **kwargs):
+        self._transport = transport
+        super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
         self._require_supported()
+        require_device(self._transport, self.accelerator.device)
         require_same_positions(outline_of(self.model), self.max_model_length)
-        url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
-        control = Control(url) if self.accelerator.is_main_process else None
+        self._urls = server_urls(self.server_base_url or f"http://{self.server_host}:{self.server_port}")
+        controls = [Control(url) for url in self._urls] if self.accelerator.is_main_process else []
         if self.accelerator.num_processes > 1:
             self.replicas = Replicas(self.accelerator.process_index, 1, all_reduce_max, all_reduce_max)
         folder = os.environ.get(FOLDER, DEFAULT_FOLDER)
         device = self.accelerator.device if self.accelerator.device.type != "cpu" else None
-        self.engine = StagedEngine(control, self.model, self.recipe, folder, self.server_timeout, device, of_first)
-        self.engine.on_first(lambda: self._connect(url))
+        options = self.server_timeout, device, self._of_first, self.parts, self._transport
+        self.engine = StagedEngine(controls, self.model, self.recipe, folder, *options)
+        self.engine.on_first(self._connect)
+        for server in self.engine.servers:
+            self.accelerator.print(f"Weights travel to {server.base_url} by {server.transport.name}.")
         self._require_context(self.engine.context)
         self.numerics = self.engine.numerics
-        self.weights = PolicyWeights(self)
+        self.weights = self._one_of("weights") or PolicyWeights(self)
         self.delivery = InPlaceDelivery(
             self.engine,
             self.model,
             self.recipe,
-            one_by_one=self.weights.one_by_one(self.model),
+            frozen=self.weights.frozen,
+            staged=True,
+            one_by_one=self.weights.yields_one_by_one(self.model),
             replicas=self.replicas,
             carried=self._one_of("carried"),
         )
+        for part in self.parts:
+            part.staged(self)
+
+    def _of_first(self, value: Any) -> Any:
+        return of_first(value)
 
     @property
     def sync_metrics(self) -> Mapping[str, float]:
-        return {"fp8/pause_seconds": self.engine.pause_seconds, "fp8/weight_version": float(self.engine.version)}
+        engine = self.engine
+        metrics = {
+            "fp8/pause_seconds": engine.pause_seconds,
+            "fp8/weight_version": float(engine.version),
+            "fp8/patch_over_whole": engine.patch_over_whole,
+        }
+        if len(self._urls) > 1:
+            metrics["fp8/lost_servers"] = float(len(self._urls) - engine.served_by)
+        return metrics
 
-    def _connect(self, url: str) -> None:
-        self.vllm_client = SeededClient(base_url=url, connection_timeout=self.server_timeout)
+    def _connect(self) -> None:
+        if len(self._urls) > 1:
+            self.vllm_client = DividedClient(self.engine, self.server_timeout)
+        else:
+            self.vllm_client = SeededClient(base_url=self._urls[0], connection_timeout=self.server_timeout)
 
     def _require_generated(self) -> None:
         """Raise `RuntimeError` on all ranks if the server did not answer the first one. Collective."""
@@ -138,7 +126,7 @@ class ServerGeneration(DeliveredGeneration):
                 f"server with --max-model-len {longest}."
             )
 
-    def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
+    def begin(self, occasion: Occasion, keep_weights: bool) -> None:
         self._occasion = occasion
 
     def generate(
@@ -150,14 +138,22 @@ class ServerGeneration(DeliveredGeneration):
             RuntimeError: The server holds no complete policy, or was changed or started again since the last sync.
         """
         self.delivery.verify()
-        calls = {when: count for when, count in self._calls.items() if when[:2] == self._occasion[:2]}  # of this step
-        calls[self._occasion] = calls.get(self._occasion, 0) + 1
+        current = self._occasion
+        calls = {}  # without those of earlier steps
+        for occasion, count in self._calls.items():
+            if (occasion.run_seed, occasion.step) == (current.run_seed, current.step):
+                calls[occasion] = count
+        calls[current] = calls.get(current, 0) + 1
         self._calls = calls
         if self.accelerator.is_main_process:
-            self.vllm_client.begin((*self._occasion, calls[self._occasion]))
-        output = super().generate(prompts, images, num_generations, profiler)
-        self._require_generated()
-        self.delivery.verify()  # another trainer's sync would let requests in flight go on with its weights
+            self.vllm_client.set_seed((*current, calls[current]))
+        is_due = True
+        while is_due:
+            output = super().generate(prompts, images, num_generations, profiler)
+            self._require_generated()
+            self.delivery.verify()  # another trainer's sync would let requests in flight go on with its weights
+            # Sample once more, with the same seeds, if a server was lost before it could be verified
+            is_due = len(self._urls) > 1 and self.engine.on_first(lambda: self.vllm_client.has_lost_answers())
         require_same_prompts(prompts, output[0])
         return output
 
@@ -176,31 +172,40 @@ def of_first(value: Any) -> Any:
     return values[0]
 
 
-def tensor_parallel_size(url: str, patience: float, accelerator: Accelerator, user_size: int) -> int:
-    """Return the number of the server's workers, which decides which layers can be FP8. Collective.
+def tensor_parallel_size(addresses: str, patience: float, state: Accelerator | PartialState, user_size: int) -> int:
+    """Return the number of each server's workers, which decides which layers can be FP8. Collective.
 
-    `ValueError` if the user's flag has another value than that or 1, its default; `RuntimeError` for another service
-    at this address, or none. All ranks raise.
+    `ValueError` if the user's flag has another value than that or 1, its default, or servers differ; `RuntimeError`
+    for another service at an address, or none. All ranks raise.
     """
-    found: int | Exception = 0
-    if accelerator.is_main_process:
+    sizes: dict[str, int] = {}
+    error: Exception | None = None
+    for url in server_urls(addresses) if state.is_main_process else ():
         control = Control(url)
         try:
             control.wait_until_up(patience)
-            found = len(control.rpc("fp8_instance"))
-        except (RuntimeError, ValueError) as error:
-            found = error
-        except Exception as error:  # a rank that raised alone would leave the others waiting
-            found = RuntimeError(
-                f"{url} does not answer as a server of trl-fp8 serve does ({type(error).__name__}: {error}). Set "
+            sizes[url] = len(control.rpc("fp8_instance"))
+        except (RuntimeError, ValueError) as failed:
+            error = failed
+        except Exception as failed:  # a rank that raised alone would leave the others waiting
+            error = RuntimeError(
+                f"{url} does not answer as a server of trl-fp8 serve does ({type(failed).__name__}: {failed}). Set "
                 "vllm_server_base_url to the address that it prints."
             )
-    found = of_first(found)
-    if isinstance(found, Exception):
-        raise found
-    if user_size not in (1, found):
+        if error is not None:
+            break
+    sizes, error = of_first((sizes, error))
+    if error is not None:
+        raise error
+    url, size = next(iter(sizes.items()))
+    if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"vllm_tensor_parallel_size={user_size}, but the server at {url} has {found} workers. Remove the flag, or "
+            f"vllm_server_base_url={addresses!r}: the servers have different numbers of workers ({sizes}). Start all "
+            "of them with the same --tensor-parallel-size."
+        )
+    if user_size not in (1, size):
+        raise ValueError(
+            f"vllm_tensor_parallel_size={user_size}, but the server at {url} has {size} workers. Remove the flag, or "
             f"start the server with --tensor-parallel-size {user_size}."
         )
-    return found
+    return size

@@ -1,34 +1,48 @@
 """The arguments and the environment of vLLM's own server for a recipe: those of a colocated engine, as its flags."""
 
 import json
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from trl_fp8.engine.vllm.gemms import pinned_gemm
+from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platform import platform_of
 from trl_fp8.recipe.recipe import recipe_for_model
 
-from .plugin import BACKEND, FOLDER, SWITCH, TOKEN, WAIT
+from .plugin import BACKEND, FOLDER, SCALES, SWITCH, TOKEN, WAIT
 
 
+UNSET = []  # a list, because vLLM's parser appends to the defaults of some flags (to a copy)
 MOST_BATCHED_TOKENS = 4096  # as TRL sets it for its own engine
 
 
 def server_arguments(
-    model: str, *, max_num_seqs: int, max_model_len: int | None = None, **recipe_flags
+    model: str,
+    *,
+    revision: str | None = None,
+    max_num_seqs: int,
+    max_model_len: int | None = None,
+    parts: Sequence[EnginePart] = (),
+    **recipe_flags,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of `vllm serve MODEL`, and environment variables, for what `recipe_flags` make FP8.
+    """Return the arguments of `vllm serve MODEL`, and environment variables, for what `recipe_flags` make FP8, and for
+    `parts` of features.
 
     Kernels are checked here and the fastest is pinned, as for a colocated engine: on the first GPU of this process.
     Raises `ValueError` as `recipe_for` and `Platform.arguments`, `RuntimeError` if no kernel passes its check.
     """
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, revision=revision)
     with torch.device("meta"):
         policy = AutoModelForCausalLM.from_config(config)
     recipe = recipe_for_model(policy, expert_kernels=torch.cuda.is_available(), **recipe_flags)
     platform = platform_of()
-    arguments = platform.arguments(recipe, config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    arguments = platform.arguments(recipe, config, **sizes, parts=parts)
     device = torch.device(platform.name, 0)
     with platform.ready(recipe):
         pinned = pinned_gemm(platform.linear_backends(recipe), recipe, policy, device, None, list, max_num_seqs)
@@ -45,14 +59,17 @@ def server_arguments(
         "middleware": "trl_fp8.engine.vllm_server.guard.Guard",
         "weight_transfer_config": {"backend": BACKEND},
     }
-    environment = {SWITCH: "1", "VLLM_SERVER_DEV_MODE": "1"}  # without the latter vLLM has no /pause and no RPCs
+    environment = {SWITCH: "1", SCALES: recipe.scale_format}
+    for part in parts:
+        environment |= part.environment(recipe, config)
+    environment["VLLM_SERVER_DEV_MODE"] = "1"  # without it vLLM has no /pause and no RPCs
     if recipe.tensor_parallel_size > 1 and platform.name == "cpu":
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(recipe.tensor_parallel_size)))
     return _as_flags(arguments), environment
 
 
-def guarded(token: str, folder: str, wait: float) -> dict[str, str]:
-    """Return the environment variables of a server's guard, and the folder that it reads."""
+def guard_environment(token: str, folder: str, wait: float) -> dict[str, str]:
+    """Return the environment variables that guard.py reads: token, folder of trainers' files, seconds to wait."""
     return {TOKEN: token, FOLDER: folder, WAIT: f"{wait:g}"}
 
 
@@ -68,3 +85,27 @@ def _as_flags(arguments: dict) -> list[str]:
         else:
             words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
     return words
+
+
+class RefusingParser(FlexibleArgumentParser):
+    """vLLM's parser. It raises `ValueError` for a mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"trl-fp8 serve passes further flags on to vLLM, which refuses them: {message}")
+
+
+def names_set_by(words: list[str]) -> set[str]:
+    """Return the names of vLLM's arguments that `words` set, however their flags are spelled: short, abbreviated, with
+    `--no-`, with underscores, or with a key as in `--compilation-config.mode`.
+
+    Raises `ValueError` for words that vLLM's parser refuses, and for a word that belongs to no flag.
+    """
+    if "--config" in words:
+        return {"config"}  # the parser would read the file
+    parser = make_arg_parser(RefusingParser())
+    names = vars(parser.parse_args([]))
+    parser.set_defaults(**dict.fromkeys(names, UNSET))
+    options = vars(parser.parse_args(words))
+    if options["model_tag"] is not UNSET:  # vLLM's name for a word without a flag
+        raise ValueError(f"trl-fp8 serve takes one MODEL, and {options['model_tag']!r} belongs to no flag. Remove it.")
+    return {name for name, value in options.items() if value is not UNSET}

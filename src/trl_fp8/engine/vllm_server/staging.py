@@ -10,7 +10,7 @@ import fcntl
 import os
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from stat import S_ISREG
 
@@ -33,33 +33,51 @@ class Staged(nn.Module):
         self.register_buffer("tensor", tensor)
 
 
-class StagingFile:
-    """The trainer's file, readable by its user alone. It is removed with this object, or when the process ends.
+class LockedFile:
+    """A file of this process, readable by its user alone. It is removed with this object, or when the process ends.
 
-    `tensors`: (dtype, shape) by name, of zeros at first. `OSError` if the folder has no room for all of them.
+    `size` in bytes. `OSError` if the folder has no room for all of them.
     """
 
-    def __init__(self, folder: str, tensors: Mapping[str, tuple[str, list[int]]]):
-        remove_abandoned(folder)
-        self.table: Table = {}
-        size = 0
-        for name, (dtype, shape) in tensors.items():
-            self.table[name] = [dtype, list(shape), size]
-            size += -(-_bytes(dtype, shape) // ALIGNED) * ALIGNED
+    def __init__(self, folder: str, size: int):
         name = f"{PREFIX}{os.getpid()}_{os.urandom(8).hex()}"
         self.path = os.path.join(folder, name)
         unlocked = os.path.join(folder, f".{name}")  # `remove_abandoned` of another process looks for no such name
         file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)  # ends with this process, however that ends
         os.rename(unlocked, self.path)
-        self.remove = weakref.finalize(self, _remove, self.path, file, os.getpid())  # its tensors stay usable
+        self._file = file
+        self.remove = weakref.finalize(self, _remove, self.path, file, os.getpid())
         try:
             os.posix_fallocate(file, 0, max(size, 1))  # a full folder is an error now, and not SIGBUS later
         except OSError:
             self.remove()
             raise
-        whole = torch.from_file(self.path, shared=True, size=max(size, 1), dtype=torch.uint8)
-        self.tensors = {name: _view(whole, *place) for name, place in self.table.items()}
+
+    def flush(self) -> None:
+        """Let other hosts that mount the folder see what was written. There is nothing to do for files in memory."""
+        os.fsync(self._file)
+
+
+class PatchFile(LockedFile):
+    """The bytes of a patch."""
+
+    def __init__(self, folder: str, body: bytes):
+        super().__init__(folder, len(body))
+        with open(self.path, "r+b") as file:
+            file.write(body)
+        os.truncate(self.path, len(body))  # an empty body was allocated 1 byte
+
+
+class StagingFile(LockedFile):
+    """The trainer's file. `tensors`: (dtype, shape) by name, of zeros at first. They stay usable after its removal."""
+
+    def __init__(self, folder: str, tensors: Mapping[str, tuple[str, list[int]]]):
+        remove_abandoned(folder)
+        self.table, size = arranged(tensors)
+        super().__init__(folder, size)
+        self.buffer = torch.from_file(self.path, shared=True, size=max(size, 1), dtype=torch.uint8)[:size]
+        self.tensors = views(self.buffer, self.table)
 
 
 class StagedTensors(Mapping[str, torch.Tensor]):
@@ -107,28 +125,86 @@ def _remove(path: str, file: int, process: int) -> None:
 
 def opened(path: str, table: Table) -> StagedTensors:
     """Open a trainer's file. `ValueError` if it is not a regular file of this user, or the table exceeds it."""
+    file = _open_regular(path)
+    staged = StagedTensors(file, table, path)
+    size = os.fstat(file).st_size
+    for name, (dtype, shape, offset) in table.items():
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"{path}: {name} has the unknown dtype {dtype!r}.")
+        if offset < 0 or min(shape, default=0) < 0 or offset + _bytes(dtype, shape) > size:
+            raise ValueError(f"{path} has {size} bytes, and its table puts {name} at {offset}, beyond them.")
+    return staged
+
+
+def read(path: str, table: Table) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor of a trainer's file by its name. `ValueError` as `opened`."""
+    with closing(opened(path, table)) as staged:  # an open file would keep the memory of a dead trainer's
+        yield from staged.items()
+
+
+def content(path: str, size: int) -> bytes:
+    """Return a file's bytes. `ValueError` unless it is a regular file of this user with `size` bytes."""
+    with os.fdopen(_open_regular(path), "rb") as file:
+        found = os.fstat(file.fileno()).st_size
+        body = file.read(size) if found == size else b""
+    if len(body) != size:
+        raise ValueError(f"{path} has {found} bytes instead of {size}.")
+    return body
+
+
+def _open_regular(path: str) -> int:
+    """Return a descriptor. `ValueError` if the file cannot be opened, or is not a regular one of this user."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ValueError(f"the trainer's file {path} cannot be opened: {error.strerror}.") from error
-    staged = StagedTensors(file, table, path)
     found = os.fstat(file)
     if not S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+        os.close(file)
         raise ValueError(f"{path} is not a regular file of this server's user.")
+    return file
+
+
+def arranged(tensors: Mapping[str, tuple[str, list[int]]]) -> tuple[Table, int]:
+    """Return where tensors stand in one buffer, and its size in bytes. Sorted by element size, because a patch counts
+    positions in elements.
+    """
+    table: Table = {}
+    size = 0
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: getattr(torch, item[1][0]).itemsize):
+        table[name] = [dtype, list(shape), size]
+        size += -(-_bytes(dtype, shape) // ALIGNED) * ALIGNED
+    return table, size
+
+
+def size_of(table: Table) -> int:
+    """Return the bytes of all tensors."""
+    return sum(_bytes(dtype, shape) for dtype, shape, _ in table.values())
+
+
+def views(buffer: torch.Tensor, table: Table) -> dict[str, torch.Tensor]:
+    """Return the tensors in a buffer of bytes (uint8)."""
+    found = {}
     for name, (dtype, shape, offset) in table.items():
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"{path}: {name} has the unknown dtype {dtype!r}.")
-        if offset < 0 or min(shape, default=0) < 0 or offset + _bytes(dtype, shape) > found.st_size:
-            raise ValueError(f"{path} has {found.st_size} bytes, and its table puts {name} at {offset}, beyond them.")
-    return staged
+        part = buffer[offset : offset + _bytes(dtype, shape)]
+        found[name] = part.view(getattr(torch, dtype)).view(shape)
+    return found
 
 
-def zeros(tensors: Mapping[str, tuple[str, list[int]]], device: torch.device | None = None) -> dict[str, torch.Tensor]:
-    """Return tensors as a `StagingFile` has them, in memory of `device` (CPU) that no server reads."""
-    return {
-        name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-        for name, (dtype, shape) in tensors.items()
-    }
+def buckets(table: Table, most_bytes: int) -> list[tuple[int, int, Table]]:
+    """Return consecutive parts of a buffer: first byte, last byte + 1, and its tensors, with offsets in the part.
+
+    A part has one tensor, or several of at most `most_bytes` together.
+    """
+    parts: list[tuple[int, int, Table]] = []
+    for name, (dtype, shape, offset) in table.items():
+        end = offset + _bytes(dtype, shape)
+        start, tensors = offset, {}
+        if parts and end - parts[-1][0] <= most_bytes:
+            start, _, tensors = parts.pop()
+        tensors[name] = [dtype, shape, offset - start]
+        parts.append((start, end, tensors))
+    return parts
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -141,7 +217,7 @@ def remove_abandoned(folder: str) -> list[str]:
     removed = []
     for path in Path(folder).glob(f"{PREFIX}*"):
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what can be written
         except OSError:  # another user's, or gone by now
             continue
         try:
@@ -157,7 +233,3 @@ def remove_abandoned(folder: str) -> list[str]:
 
 def _bytes(dtype: str, shape: list[int]) -> int:
     return torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-
-
-def _view(whole: torch.Tensor, dtype: str, shape: list[int], offset: int) -> torch.Tensor:
-    return whole[offset : offset + _bytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)

@@ -1,11 +1,12 @@
-"""The correction in force, applied to each generation batch, and warnings about what it measures.
+"""The run's correction, applied to each generation batch, and warnings about its metrics.
 
-TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few:
+TRL's `_generate_and_score_completions` returns a dictionary, whose entries its loss reads. A correction replaces a
+few:
 
-    importance_sampling_ratio   the correction's weights. Those of TRL's modes are TRL's bit for bit while all
-                                log-probs are finite; a token with an infinite one gets the bound from TRL, 1 here
-    tool_mask                   with denominator="shrink": the tokens that count (the attention mask stays)
-    num_items_in_batch          with denominator="shrink": their number, over all ranks
+    importance_sampling_ratio   the correction's weights; with TRL's modes TRL's own, bit for bit, but for the special
+                                cases in importance.py
+    tool_mask                   with denominator="shrink": the tokens that count (the attention mask does not change)
+    num_items_in_batch          with denominator="shrink": the number of these tokens on all ranks
     old_per_token_logps         with bypass: the rollout's log-probs
 """
 
@@ -22,6 +23,7 @@ from trl_fp8.run.batch import (
     LOSS_WEIGHTS,
     TOOL_MASK,
     TRAINER_LOGPS,
+    VERSION_AGES,
     Batch,
     LogRatio,
     Metric,
@@ -29,6 +31,7 @@ from trl_fp8.run.batch import (
 )
 from trl_fp8.run.feature import Feature
 
+from .ages import BEYOND_MISMATCH, OF_ALL_AGES, age_metrics, of_age_0, with_latest_mismatch
 from .health import health_warnings
 from .importance import RolloutCorrection, correct
 from .measures import measured, mismatch_metrics
@@ -38,58 +41,68 @@ logger = get_logger(__name__)
 
 
 class Correction(Feature):
-    """Replaces TRL's ratio, and adds `mismatch/*` and `correction/*`. It warns of each problem once a run."""
+    """Replaces TRL's ratio, and adds the metrics `mismatch/*` and `correction/*`. Warns of each problem once a run."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
         self.correction = trainer.args.correction
         require_loss_with_weights(type(trainer), self.correction)
         self._warned: set[str] = set()
+        self._latest_fresh = 0.0, 0.0  # sum of -log r of the latest tokens of age 0, and their number
 
     def facts(self) -> dict[str, object]:
         return {"correction": asdict(self.correction)}
 
     def extend_batch(self, batch: Batch) -> None:
         correction = self.correction
-        for statistic in ("min", "mean", "max"):  # TRL describes its own ratio, which the loss does not get
+        for statistic in ("min", "mean", "max"):  # TRL's metrics are of its own ratio, which the loss does not get
             self.trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}", None)
         metrics = apply_correction(batch.tensors, batch.ratio, correction, self.trainer.accelerator)
+        if BEYOND_MISMATCH in metrics:
+            metric, self._latest_fresh = with_latest_mismatch(metrics[BEYOND_MISMATCH], self._latest_fresh)
+            metrics[BEYOND_MISMATCH] = metric
         batch.metrics |= metrics
         for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
-                # one batch says little, a report averages
+                # One batch may be an outlier. If the run has a log, its report takes the place of the advice (all but
+                # the first sentence), because it averages over several steps
                 if any(feature.keeps_log for feature in self.trainer.features):
                     text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)
 
 
 def require_loss_with_weights(trainer: type, correction: RolloutCorrection) -> None:
-    """Raise `ValueError` for a correction by weights if the trainer's loss does not name TRL's ratio, as GMPO's."""
-    weights = correction.level is not None or (correction.reject and correction.denominator == "keep")
-    if correction.monitor_only or not weights:
+    """Raise `ValueError` if the correction acts through weights, but the trainer's loss (as GMPO's) reads none.
+
+    Whether it does is seen in its compiled code, in which the key of TRL's ratio is a constant.
+    """
+    has_weights = correction.level is not None or (correction.reject and correction.denominator == "keep")
+    if correction.monitor_only or not has_weights:
         return
     for base in trainer.__mro__:
         if "_compute_loss" in vars(base):
             code = unwrap(base._compute_loss).__code__
             if LOSS_WEIGHTS in code.co_consts:
                 return
-            if "super" not in code.co_names:
+            if "super" not in code.co_names:  # else the weights may be read in the next class
                 raise ValueError(
                     f"{trainer.__name__} with {correction}: the loss of {base.__name__} reads no importance ratios, "
-                    "so that the correction would change nothing. Set rollout_correction='monitor', which measures "
-                    "alone, rollout_correction={'level': None, 'bypass': True}, which takes the rollout's log-probs "
-                    "for the old ones, or vllm_importance_sampling_correction=False."
+                    "so the correction would change nothing. Set rollout_correction='monitor', which only "
+                    "measures, rollout_correction={'level': None, 'bypass': True}, which takes the rollout's "
+                    "log-probs for the old ones, or vllm_importance_sampling_correction=False."
                 )
 
 
 def apply_correction(
     tensors: dict[str, torch.Tensor], ratio: LogRatio, correction: RolloutCorrection, accelerator: Accelerator
 ) -> dict[str, Metric]:
-    """Correct TRL's `tensors` in place and return `mismatch/*` and `correction/*`, over all ranks, before rejection.
+    """Correct TRL's `tensors` in place. Return `mismatch/*`, `correction/*` and, if tokens have ages, `staleness/*`.
 
-    Every rank must call this: one gather, one host synchronization. Raises `RuntimeError` if the engine returned
-    nothing but NaN.
+    Metrics are over all ranks. Collective, with one synchronization of the host.
+
+    Raises:
+        RuntimeError: All log-probs from the engine are NaN.
     """
     corrected = correct(ratio, correction, lambda sums: accelerator.reduce(sums, "sum"))
     tensors[LOSS_WEIGHTS] = corrected.loss_weights
@@ -98,13 +111,20 @@ def apply_correction(
         tensors[LOSS_TOKENS] = accelerator.gather(corrected.loss_mask.sum()).sum()
     if corrected.old_logps is not None:
         tensors[TRAINER_LOGPS] = corrected.old_logps
-    metrics = measured(mismatch_metrics(ratio) | corrected.metrics, accelerator.gather)
+    metrics = mismatch_metrics(ratio)
+    if VERSION_AGES in tensors:
+        ages_BT = tensors[VERSION_AGES]
+        # mismatch/* is measured on tokens of age 0 alone; correction/* and OF_ALL_AGES on all
+        for name, metric in mismatch_metrics(of_age_0(ratio, ages_BT)).items():
+            if name.startswith("mismatch/") and name not in OF_ALL_AGES:
+                metrics[name] = metric
+        metrics |= age_metrics(ratio, ages_BT)
+    metrics = measured(metrics | corrected.metrics, accelerator.gather)
     missing, tokens = metrics["mismatch/fraction_missing"].parts
     if tokens and missing == tokens:
         raise RuntimeError(
-            f"the engine returned no log-prob that is a number for any of {int(tokens)} tokens: it computes NaN, and "
-            "what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), and resume "
-            "from the last good checkpoint; if it happens at the first step, run with fp8_weights=False or "
-            "kv_cache_dtype='auto' to see which of the two does it."
+            f"all {int(tokens)} log-probs from the engine are NaN, so its samples do not come from the policy. Look "
+            "at grad_norm of the latest optimizer steps, and resume from the last good checkpoint. If it happens at "
+            "the first step, run with fp8_weights=False or kv_cache_dtype='auto' to see which of the two causes it."
         )
     return metrics

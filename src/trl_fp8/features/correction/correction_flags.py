@@ -1,4 +1,4 @@
-"""Flags of the rollout correction. Those that TRL has, too, have another default here while anything is FP8."""
+"""Flags of the rollout correction. TRL's flags among them have another default if anything is FP8."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from .presets import correction_from
 
 
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# Settings of the sampling that change log-probs -> their values that do not
+# Sampling settings that change log-probs -> the values with which they do not
 NEUTRAL_SAMPLING = {
     "top_p": (1.0,),
     "top_k": (0, -1, None),
@@ -28,7 +28,7 @@ NEUTRAL_SAMPLING = {
     "thinking_token_budget": (None,),
     "trace_decode_token_ids": (None,),
 }
-# vLLM's arguments that change log-probs; None, or nothing in it, does not
+# Arguments of vLLM's engine that change log-probs, unless they are None or empty
 CHANGING_ENGINE_KWARGS = ("speculative_config", "spec_method", "spec_model", "logits_processors", "watermark_config")
 LOWEST_TEMPERATURE = 0.01  # vLLM 0.31 raises lower ones to it (_MAX_TEMP), and samples greedily at 0
 
@@ -50,9 +50,8 @@ class CorrectionFlags(FlagGroup):
         None,
         "How the mismatch between rollout and trainer log-probs is corrected: 'token_truncate', "
         "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' "
-        "(RLOO and GMPO: 'sequence_truncate') if anything is FP8, else 'sequence_mask', as in TRL. Refused beside "
-        "`rollout_correction`, and so are "
-        "TRL's bounds.",
+        "(RLOO and GMPO: 'sequence_truncate') if anything is FP8, else 'sequence_mask', as in TRL. This flag and "
+        "TRL's bounds are refused beside `rollout_correction`.",
     )
     vllm_importance_sampling_clip_max: float | str | None = flag(
         "auto",
@@ -60,7 +59,7 @@ class CorrectionFlags(FlagGroup):
         "anything is FP8, else 3.0, as in TRL.",
     )
 
-    fp8_sampling_mode: ClassVar[str] = "token_truncate"  # the mode if none is set
+    fp8_sampling_mode: ClassVar[str] = "token_truncate"  # default mode if anything is FP8
 
     @property
     def replaces_correction(self) -> bool:
@@ -69,16 +68,16 @@ class CorrectionFlags(FlagGroup):
     def resolve(self) -> None:
         if self.rollout_correction is not None:
             self._require_one_choice()
-        # TRL needs a mode even if its ratio is replaced; with VESPO it takes those of tokens only
+        # TRL checks its mode even if our correction replaces its ratio; with VESPO it accepts only modes of tokens
         replaced = self.any_fp8 or self.rollout_correction is not None
         if self.vllm_importance_sampling_mode is None:
             self.vllm_importance_sampling_mode = (
-                self.fp8_sampling_mode if replaced else self.trls_default("vllm_importance_sampling_mode")
+                self.fp8_sampling_mode if replaced else self.trl_default("vllm_importance_sampling_mode")
             )
         clip_max = self.vllm_importance_sampling_clip_max
         if clip_max == "auto":
-            clip_max = 2.0 if replaced else self.trls_default("vllm_importance_sampling_clip_max")
-        elif isinstance(clip_max, str):  # as a command line or YAML gives it: a number, or none in any spelling
+            clip_max = 2.0 if replaced else self.trl_default("vllm_importance_sampling_clip_max")
+        elif isinstance(clip_max, str):  # from a command line or YAML: a number, or none in any spelling
             try:
                 clip_max = None if clip_max.strip().lower() in ("none", "null") else float(clip_max)
             except ValueError:
@@ -89,25 +88,27 @@ class CorrectionFlags(FlagGroup):
         self.vllm_importance_sampling_clip_max = clip_max
 
     def _require_one_choice(self) -> None:
-        """Refuse TRL's modes and bounds beside a `rollout_correction`, which has its own: they would be ignored."""
+        """Refuse TRL's modes and bounds beside a `rollout_correction`, which would ignore them."""
         unset = {"mode": None, "clip_max": "auto", "clip_min": None, "cap": None}
-        if (self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max) == (
-            self.fp8_sampling_mode,
-            2.0,
-        ):
-            del unset["mode"], unset["clip_max"]  # what `resolve` sets: this config is made of another's fields
-        values = {f"vllm_importance_sampling_{name}": value for name, value in unset.items()}
-        also_set = [f"{name}={getattr(self, name)!r}" for name, none in values.items() if getattr(self, name) != none]
+        mode, clip_max = self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max
+        if mode == self.fp8_sampling_mode and clip_max == 2.0:
+            # These are the values that `resolve` sets, so this config was made from the fields of another one
+            del unset["mode"], unset["clip_max"]
+        also_set = []
+        for suffix, default in unset.items():
+            name = f"vllm_importance_sampling_{suffix}"
+            if getattr(self, name) != default:
+                also_set.append(f"{name}={getattr(self, name)!r}")
         if also_set:
             raise ValueError(
                 f"rollout_correction={self.rollout_correction!r} and {', '.join(also_set)} both choose the "
-                "correction. Remove one of them; a rollout_correction with other bounds has them among its fields: "
+                "correction. Remove one of them. The bounds of a rollout_correction are among its own fields: "
                 '{"bound_min": ..., "bound_max": ...}.'
             )
 
     @property
     def correction(self) -> RolloutCorrection | None:
-        """Return the correction in force; None if TRL does without one, or does it alone (nothing FP8, no preset)."""
+        """Return the correction of this run. None without one, or if TRL corrects alone (nothing FP8, no preset)."""
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return None
         if self.rollout_correction is not None:
@@ -128,7 +129,7 @@ class CorrectionFlags(FlagGroup):
             self._check_correction()
 
     def _check_sampling(self) -> None:
-        """Refuse sampling that changes the rollout's log-probs and not the trainer's, which a correction compares."""
+        """Refuse sampling that changes only the rollout's log-probs: a correction compares them with the trainer's."""
         if not self.vllm_importance_sampling_correction:
             return
         fields = {name: getattr(self, name) for name in NEUTRAL_SAMPLING if hasattr(self, name)}
@@ -146,16 +147,16 @@ class CorrectionFlags(FlagGroup):
         ]
         if changing:
             raise ValueError(
-                f"{', '.join(changing)} with vllm_importance_sampling_correction=True: vLLM's log-probs are then "
-                "those of another distribution than the trainer's, so every importance ratio would be off. Sample "
-                "without it (repetition_penalty=1.0, no other restriction; top_p, top_k and min_p are free), or set "
-                "vllm_importance_sampling_correction=False and accept uncorrected FP8 rollouts."
+                f"{', '.join(changing)} with vllm_importance_sampling_correction=True: then vLLM's log-probs are of "
+                "another distribution than the trainer's, so every importance ratio would be off. Remove these "
+                "settings (top_p, top_k and min_p are allowed), or set vllm_importance_sampling_correction=False and "
+                "accept uncorrected FP8 rollouts."
             )
         if self.temperature < LOWEST_TEMPERATURE:
             raise ValueError(
-                f"temperature={self.temperature!r} with vllm_importance_sampling_correction=True: vLLM samples at "
-                f"{LOWEST_TEMPERATURE} where less is set, and greedily at 0, while the trainer divides its logits by "
-                "what is set, so every importance ratio would be off. Set "
+                f"temperature={self.temperature!r} with vllm_importance_sampling_correction=True: vLLM raises a lower "
+                f"temperature to {LOWEST_TEMPERATURE}, and samples greedily at 0, but the trainer divides its logits "
+                "by the value that is set. So every importance ratio would be off. Set "
                 f"temperature={LOWEST_TEMPERATURE} or more, or vllm_importance_sampling_correction=False."
             )
 
@@ -170,10 +171,9 @@ class CorrectionFlags(FlagGroup):
         try:
             correction = self.correction
         except ValueError as error:
-            flag = (
-                described if self.rollout_correction is not None else "vllm_importance_sampling_mode and clip bounds"
-            )
-            raise ValueError(f"{flag}: {error}") from None
+            if self.rollout_correction is None:
+                described = "vllm_importance_sampling_mode and clip bounds"
+            raise ValueError(f"{described}: {error}") from None
         if correction is not None and self.loss_type == "vespo" and not correction.fits_vespo:
             raise ValueError(
                 f"loss_type='vespo' with a correction at level={correction.level!r}: VESPO sums log-weights over the "

@@ -1,18 +1,21 @@
 """Rollout correction: weights and a keep-mask that make rollouts of the engine usable as samples of the trainer.
 
-The engine samples from pi_rollout, the loss assumes pi_trainer. Multiplying each term by r = pi_trainer / pi_rollout
-removes the bias and adds variance, which grows with the product of ratios; bounding r trades some of the bias back.
-Three decisions are kept apart because mixing them hides what was lost: weighting (`level` and `bound`), rejection
-(`rejection.py`, on raw ratios only), and the denominator (whether rejected tokens count in the loss average).
+The engine samples from pi_rollout, but the loss assumes pi_trainer. Multiplying each term of the loss by r =
+pi_trainer / pi_rollout removes this bias and adds variance, which grows with the number of ratios in a product.
+Bounding r lowers the variance and brings back some bias. Three decisions are separate, because mixing them would hide
+what was dropped: weighting (`level` and `bound`), rejection (`rejection.py`, of raw ratios), and the denominator
+(whether rejected tokens count in the loss average).
 
-Levels `"token"` and `"sequence"` equal TRL's four `vllm_importance_sampling_mode`s bit for bit while no log-ratio
-reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
+Levels `"token"` and `"sequence"` equal TRL's four `vllm_importance_sampling_mode`s bit for bit, if no log-ratio
+reaches +-20. Beyond that TRL may overflow, and this module clamps. Weights in special cases:
 
-    padding, prompt, tool output       exactly 1, also where both sides agree: VESPO sums log(weight) over all T
-    token without a rollout log-prob   1 at level "token"; else the sequence's weight, to which it adds 0
+    padding, prompt, tool output       exactly 1, because VESPO sums log(weight) over all T columns
+    both log-probs equal               exactly 1
+    token without a rollout log-prob   1 at level "token"; else the weight of its sequence, whose log it does not
+    change
 
-No value is read on the host, and no result carries gradient. Shapes: B sequences, T completion tokens; a unit
-is what a ratio is taken over, tokens [B, T] or sequences [B, 1].
+No value is read on the host, and no result carries gradient. Shapes: B sequences, T completion tokens. A *unit* is
+what has one ratio: a token ([B, T]) or a sequence ([B, 1]).
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ class RolloutCorrection:
     """Settings of a correction. The default is token truncation at 2, the common choice for FP8 rollouts.
 
     Args:
-        level: What the ratio is taken over: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T).
-            None leaves all weights at 1, e.g. to reject without weighting.
+        level: The unit, and its ratio: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T). None
+            leaves all weights at 1, for example to reject without weighting.
         bound: What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
             weight to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
         bound_min: Lower bound of r = pi_trainer / pi_rollout, at most 1. None is no bound.
@@ -47,8 +50,9 @@ class RolloutCorrection:
             that the correction does not change the learning rate.
         denominator: `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do
             not count.
-        bypass: Use the rollout's log-probs as the old log-probs: the policy ratio itself corrects, with `level=None`.
-        monitor_only: Report what the correction would have done and change nothing.
+        bypass: Use the rollout's log-probs as old log-probs, so that the ratio in the loss itself corrects the
+            mismatch. Needs `level=None`.
+        monitor_only: Measure what the correction would have done, and change nothing.
 
     Raises:
         ValueError: The settings contradict each other; the message lists how.
@@ -97,8 +101,11 @@ class RolloutCorrection:
 
     @property
     def fits_vespo(self) -> bool:
-        """Return whether VESPO can use the weights: it reads sum_t log(weight_t) as a sequence's log-ratio."""
-        return self.level != "sequence"  # which counts that ratio T times; "geometric" gives it again
+        """Return whether VESPO can use the weights, of which it takes sum_t log(weight_t) as a sequence's log-ratio.
+
+        At level "geometric" the sum of T equal terms is that log-ratio; at "sequence" it would be T times too large.
+        """
+        return self.level != "sequence"
 
     @property
     def needs_all_reduce(self) -> bool:
@@ -113,11 +120,11 @@ class RolloutCorrection:
 
 @dataclass(frozen=True)
 class CorrectedRollout:
-    """Result of a correction. No tensor carries gradient; weights are finite whatever the log-probs hold."""
+    """Result of a correction. No tensor carries gradient. Weights are finite, whatever values the log-probs have."""
 
     weights: Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
     keep_mask: Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
-    loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
+    loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] as in TRL's modes of sequences
     loss_mask: Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
     old_logps: Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
     metrics: dict[str, Metric]  # `correction/*` of this rank, which `measured` reads
@@ -126,10 +133,10 @@ class CorrectedRollout:
 def correct(
     ratio: LogRatio, correction: RolloutCorrection, all_reduce: Callable[[Tensor], Tensor] | None = None
 ) -> CorrectedRollout:
-    """Turn log-ratios, as `log_ratio` makes them, into weights and a keep-mask.
+    """Return the weights and the keep-mask for the log-ratios that `log_ratio` makes.
 
-    `all_reduce` returns the sum over ranks of a small 1-D tensor. It is called once, and only if
-    `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
+    `all_reduce` returns the sum of a small 1-D tensor over ranks; None: there is one rank. It is called once, and only
+    if `correction.needs_all_reduce`, so every rank calls it or none does.
     """
     # Weights: the ratio of each unit, bounded, and divided by its mean if the correction says so
     raw, is_unit = _raw_ratio(ratio, correction.level)
@@ -152,7 +159,7 @@ def correct(
     metrics = {
         "correction/fraction_clipped_high": mean_of((too_high & is_unit).sum(), is_unit.sum()),
         "correction/fraction_clipped_low": mean_of((too_low & is_unit).sum(), is_unit.sum()),
-        "correction/batch_norm_factor": highest(mean_weight),  # the same on every rank, as is the centre
+        "correction/batch_norm_factor": highest(mean_weight),  # the same on every rank, like log_centre
         **correction_metrics(ratio.mask_BT, weights_BT, keep_BT, keep_by, loss_mask_BT),
     }
     if correction.reject:
@@ -160,18 +167,25 @@ def correct(
     if correction.monitor_only:
         ones_BT = torch.ones_like(weights_BT)
         return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, metrics)
-    # TRL broadcasts one weight a sequence over its tokens, as long as none of them is rejected
+    # At level "sequence" TRL takes weights [B, 1] and broadcasts them over the tokens. With rejection that would not
+    # do, because tokens of a sequence may have different weights
     loss_weights = bounded if correction.level == "sequence" else weights_BT
-    if correction.reject:  # rejected tokens count with a weight of 0, or not at all: VESPO multiplies those of all T
-        loss_weights = weights_BT.masked_fill(
-            ratio.mask_BT & ~keep_BT, 0.0 if correction.denominator == "keep" else 1.0
-        )
-    old_logps_BT = _bypass_logps(ratio) if correction.bypass else None
+    if correction.reject:
+        # A rejected token has weight 0. Outside of the denominator it needs weight 1, because VESPO multiplies the
+        # weights of all T columns
+        rejected_weight = 0.0 if correction.denominator == "keep" else 1.0
+        loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, rejected_weight)
+    old_logps_BT = None
+    if correction.bypass:
+        # The rollout's log-probs, but at most 20 below the trainer's; the trainer's where the rollout's are missing
+        old_logps_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
+        too_far_below = ratio.clamped_BT & (ratio.values_BT > 0)
+        old_logps_BT = torch.where(too_far_below, ratio.trainer_BT - LOG_RATIO_BOUND, old_logps_BT)
     return CorrectedRollout(weights_BT, keep_BT, loss_weights, loss_mask_BT, old_logps_BT, metrics)
 
 
 def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
-    """Return the ratio of each unit, and which units rest on at least one scored token."""
+    """Return the ratio of each unit, and which units have at least one scored token."""
     if level is None:
         return torch.ones_like(ratio.values_BT), ratio.scored_BT
     if level == "token":
@@ -190,7 +204,7 @@ def _batch_statistics(
     correction: RolloutCorrection,
     all_reduce: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return mean weight and log of the bands' centre, over all ranks; 1 and 0 where the correction needs neither."""
+    """Return the mean weight and the log of the bands' centre, over all ranks; 1 and 0 if they are not needed."""
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
     zero = torch.zeros_like(one)
     if not correction.needs_all_reduce:
@@ -198,16 +212,10 @@ def _batch_statistics(
     centre, sequences = typical_log_ratio(ratio) if correction.measures_centre else (zero, zero)
     weight_sum = torch.where(is_unit, bounded, 0.0).sum(dtype=torch.float64)
     local = torch.stack([centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
-    centre_sum, sequences, weight_sum, units = all_reduce(local) if all_reduce is not None else local
-    mean = weight_sum / units.clamp(min=1)
-    # Where (nearly) all weights are masked to 0, a division by their mean would only amplify noise
+    totals = all_reduce(local) if all_reduce is not None else local
+    centre_total, sequence_total, weight_total, unit_total = totals
+    mean = weight_total / unit_total.clamp(min=1)
+    # If (nearly) all weights are masked to 0, a division by their mean would only amplify noise
     usable = (mean > 1e-8) & correction.batch_normalize
-    # A KL is not negative; an estimate of it can be
-    return torch.where(usable, mean, one), (centre_sum / sequences.clamp(min=1)).clamp(max=0.0)
-
-
-def _bypass_logps(ratio: LogRatio) -> Tensor:
-    """Return rollout log-probs as the old ones: the trainer's if missing, at most 20 below the trainer's."""
-    old_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
-    too_low = ratio.clamped_BT & (ratio.values_BT > 0)
-    return torch.where(too_low, ratio.trainer_BT - LOG_RATIO_BOUND, old_BT)
+    # -KL is at most 0, but its estimate may be larger
+    return torch.where(usable, mean, one), (centre_total / sequence_total.clamp(min=1)).clamp(max=0.0)

@@ -1,20 +1,20 @@
 """Metrics of a batch: how far engine and trainer disagree about sampled tokens, and what a correction changed.
 
 The mismatch is measured on raw ratios (before any bound) and on the mask before any rejection. Measured afterwards, it
-would fall to zero exactly when correction throws the evidence away. With log r as in `run/batch.py`:
+would fall to zero exactly when the correction throws the evidence away. With log r as defined in `run/batch.py`:
 
     k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer), k3 never negative
     chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
-    chi2_sequence = mean_i (prod_t r)^2 - 1                 the same of whole sequences; log ratios clamped at +-20
+    chi2_sequence = mean_i (prod_t r)^2 - 1                 the same for whole sequences; log of prod_t r within +-20
     ppl_ratio = mean_i exp(-mean_t log r)                   trainer perplexity / rollout perplexity, per sequence
     token_mult_prob_error = mean(exp|log r|)                1 is perfect; NeMo-RL's alarm metric
     effective_sample_size = (sum r)^2 / (n sum r^2)         1 is perfect, 1/n is one token deciding everything
 
-Error that accumulates in an FP8 KV cache grows along a completion: k3_kl is also given by position, by completion
-length, and as `late_over_early`, in the second half of each completion relative to the first.
+An error that accumulates in an FP8 KV cache grows along a completion. So k3_kl is also measured by position and by
+completion length, and as `late_over_early`: in the second halves of completions, relative to the first halves.
 
-A metric averaged per rank and then over ranks is wrong as soon as ranks hold different numbers of tokens, and a
-`.item()` per metric costs a synchronization each. So the parts of these metrics are tensors on the device, and
+A metric that is averaged per rank and then over ranks is wrong if ranks have different numbers of tokens, and an
+`.item()` for each metric would synchronize each time. So the parts of these metrics are tensors on the device, and
 `measured` merges all of them over ranks and reads them at once.
 """
 
@@ -39,39 +39,41 @@ from trl_fp8.run.batch import (
 )
 
 
-# Powers of four: the last bin is open. Fixed, so that ranks and steps agree on which metrics there are.
+# Powers of four; the last bin is open. They are fixed, because all ranks and steps need the same metrics
 BIN_EDGES = (0, 16, 64, 256, 1024, 4096, 16384)
 BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGES[-1]}+",)
-OF_ALL_RANKS = ("correction/batch_norm_factor", "correction/log_centre")  # the same on every rank already
+SAME_ON_ALL_RANKS = ("correction/batch_norm_factor", "correction/log_centre")
 
 
 def measured(
     metrics: Mapping[str, Metric], gather: Callable[[Tensor], Tensor] = lambda values: values
 ) -> dict[str, Metric]:
-    """Merge metrics over ranks; their parts are 0-d tensors of this rank. One collective, one synchronization.
+    """Merge metrics, whose parts are 0-d tensors of this rank, over ranks. One collective, one synchronization.
 
     `gather` concatenates or stacks a 1-D tensor over ranks. Bins without a token are left out.
     """
     parts = torch.stack([part.double() for metric in metrics.values() for part in metric.parts])
-    of_ranks = gather(parts).reshape(-1, len(parts))
-    merged = torch.stack([of_ranks.sum(dim=0), of_ranks.amin(dim=0), of_ranks.amax(dim=0)], dim=1)
-    rows = iter(merged.tolist())
-    found = {}
+    parts_of_ranks = gather(parts).reshape(-1, len(parts))
+    # Merge each part in all three ways on the device, and choose the way of its metric on the host
+    ways = [parts_of_ranks.sum(dim=0), parts_of_ranks.amin(dim=0), parts_of_ranks.amax(dim=0)]
+    rows = iter(torch.stack(ways, dim=1).tolist())
+    result = {}
     for name, metric in metrics.items():
         column = (add, min, max).index(metric.merge)
-        found[name] = Metric(tuple(next(rows)[column] for _ in metric.parts), metric.merge, metric.formula)
-        if "/k3_kl/" in name and not found[name].parts[1]:
-            del found[name]
-        elif name in OF_ALL_RANKS:  # a mean over batches
-            found[name] = mean_of(found[name].value)
-    if masked := found.get("correction/fraction_masked_tokens"):
-        unused, tokens = masked.parts
-        found["correction/all_rejected"] = mean_of(float(tokens > 0 and unused == tokens))
-    return found
+        values = tuple(next(rows)[column] for _ in metric.parts)
+        if ("/k3_kl/" in name or "/k1_kl/" in name) and not values[1]:  # a bin without a token
+            continue
+        result[name] = Metric(values, metric.merge, metric.formula)
+        if name in SAME_ON_ALL_RANKS:
+            result[name] = mean_of(result[name].value)  # over batches, a log has the mean
+    if "correction/fraction_masked_tokens" in result:
+        unused, tokens = result["correction/fraction_masked_tokens"].parts
+        result["correction/all_rejected"] = mean_of(float(tokens > 0 and unused == tokens))
+    return result
 
 
 def mismatch_metrics(ratio: LogRatio) -> dict[str, Metric]:
-    """Return `mismatch/*` and the raw ratios in `correction/*`, of one batch on one rank. Means of nothing are NaN."""
+    """Return `mismatch/*` and the raw ratios in `correction/*` of one batch on one rank. Means of nothing are NaN."""
     log_r_BT = ratio.values_BT.double()
     k3_BT = torch.expm1(log_r_BT) - log_r_BT
     distance_BT = log_r_BT.abs()
@@ -108,8 +110,8 @@ def correction_metrics(
 ) -> dict[str, Metric]:
     """Return the metrics of a correction of one batch on one rank.
 
-    All is counted against the tokens and sequences *before* rejection, so that a correction which drops most of a
-    batch reads as one that drops most of a batch. A token is masked if it is not kept or its weight is 0.
+    Fractions are of the tokens and sequences *before* rejection, so a correction that drops most of a batch shows a
+    fraction near 1. A token is masked if it is not kept or its weight is 0.
     """
     used_BT = torch.where(keep_BT, weights_BT, 0.0).double()
     tokens, sequences = mask_BT.sum(), mask_BT.any(dim=-1).sum()
@@ -130,7 +132,7 @@ def correction_metrics(
 
 
 def _ratio_metrics(prefix: str, log_r: Tensor, scored: Tensor) -> tuple[Metric, dict[str, Metric]]:
-    """Return chi2 and metrics of the ratios of scored tokens [B, T] or sequences [B]; `prefix` is in their names."""
+    """Return chi2, and the metrics named `prefix`, of the ratios of scored tokens [B, T] or sequences [B]."""
     r = log_r.exp()
     count = scored.sum()
     total = _sum_of(r, scored)
@@ -148,9 +150,11 @@ def _growth_metrics(ratio: LogRatio, k3_BT: Tensor) -> dict[str, Metric]:
     scored_BT = ratio.scored_BT.double()
     mask_BT = ratio.mask_BT
     length_B1 = mask_BT.sum(dim=-1, keepdim=True)
-    is_late_BT = 2 * (mask_BT.cumsum(dim=-1) - 1) >= length_B1  # tokens the policy wrote; tool output has no half
-    halves = [(each * half_BT).sum() for half_BT in (is_late_BT, ~is_late_BT) for each in (k3_BT, scored_BT)]
-    metrics = {"mismatch/late_over_early": Metric(tuple(halves), add, _growth)}
+    place_BT = mask_BT.cumsum(dim=-1) - 1  # counts tokens that the policy wrote, without the output of tools
+    is_late_BT = 2 * place_BT >= length_B1
+    late = (k3_BT * is_late_BT).sum(), (scored_BT * is_late_BT).sum()
+    early = (k3_BT * ~is_late_BT).sum(), (scored_BT * ~is_late_BT).sum()
+    metrics = {"mismatch/late_over_early": Metric((*late, *early), add, _growth)}
     position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     by_position = (position_T, k3_BT.sum(dim=0), scored_BT.sum(dim=0))
     by_length = (length_B1.squeeze(-1), k3_BT.sum(dim=-1), scored_BT.sum(dim=-1))
@@ -167,7 +171,7 @@ def _sum_of(values: Tensor, where: Tensor) -> Tensor:
 
 def _lowest_of(values: Tensor, where: Tensor) -> Tensor:
     """Return the minimum of the `values` inside the mask `where`; inf if there is none."""
-    # the appended inf keeps an empty batch from being an empty reduction
+    # torch refuses the minimum of an empty tensor, so append an inf
     return F.pad(torch.where(where, values, torch.inf).flatten(), (0, 1), value=torch.inf).amin()
 
 

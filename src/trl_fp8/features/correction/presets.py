@@ -1,8 +1,8 @@
-"""Published corrections by name, with where each comes from.
+"""Published corrections by name, each with its source.
 
-A preset says what its source does, including the choice of denominator; it is not a recommendation. Bands around 1
-(`geometric_ratio` 0.999 .. 1.001) were published for BF16 rollouts and reject most FP8 sequences:
-`docs/rollout_correction.md` has the arithmetic, and `fp8_geometric_token_tis` is the version for FP8.
+A preset does what its source does, including the choice of denominator; it is not a recommendation. Narrow bands
+around 1 (`geometric_ratio` 0.999 .. 1.001) were published for BF16 rollouts, and reject most FP8 sequences.
+`fp8_geometric_token_tis` is the version for FP8, and `docs/rollout_correction.md` has the arithmetic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ from .rejection import Rejection
 
 
 class Preset(NamedTuple):
-    """A correction and where it comes from."""
+    """A correction and its source."""
 
     correction: RolloutCorrection
     source: str
 
 
 _VETO = Rejection("token_veto", minimum=1e-4)
-_FP8_BAND = Rejection("geometric_ratio", 0.98, 1.02, centre="measured")  # around exp(-KL), and wide enough for FP8
+_FP8_BAND = Rejection("geometric_ratio", 0.98, 1.02, centre="measured")  # around exp(-KL), wide enough for FP8
 _VERL_BAND = Rejection("geometric_ratio", 0.999, 1.001)
 _VERL_SEQUENCES = Rejection("sequence_ratio", 0.5, 2.0)
 
@@ -49,9 +49,13 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def correction_from(value: str | Mapping[str, object]) -> RolloutCorrection:
-    """Return the correction that a user names (a preset) or describes (the fields of `RolloutCorrection`).
+    """Return the correction for the name of a preset or for a mapping of fields of `RolloutCorrection`.
 
-    In a mapping, `"reject"` lists rules as `Rejection.parse` reads them, e.g. `"geometric_ratio:0.98:1.02:measured"`.
+    `"reject"` of a mapping lists rules in the syntax of `Rejection.parse`, e.g.
+    `"geometric_ratio:0.98:1.02:measured"`.
+
+    Raises:
+        ValueError: The preset or a field is unknown, or the fields contradict each other.
     """
     if isinstance(value, str):
         if value not in PRESETS:

@@ -1,9 +1,9 @@
 """Rejection: which tokens or whole sequences are too far from the policy to learn from at all.
 
-Weighting (`importance.py`) repairs a sample, rejection refuses it; a dropped sequence is always visible as dropped.
+Weighting (`importance.py`) repairs a sample, rejection drops it. A metric counts what each rule dropped.
 
-Bounds apply to r = pi_trainer / pi_rollout. A rule accepts when minimum <= statistic <= maximum. A token that was not
-scored is never evidence against itself or its sequence.
+A rule accepts if minimum <= statistic <= maximum, where the statistic is made of r = pi_trainer / pi_rollout. Tokens
+that were not scored (run/batch.py) do not enter it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ Statistic = Literal["token_ratio", "token_veto", "sequence_ratio", "geometric_ra
 
 @dataclass(frozen=True)
 class Rejection:
-    """One rule: a statistic and the band in which it is accepted.
+    """One rule: a statistic, and the band in which it accepts.
 
     Args:
-        statistic: What is looked at, and what is dropped:
+        statistic: Which ratio is compared with the band, and what is dropped if it is outside:
 
-            - `"token_ratio"`: drop the token.
-            - `"token_veto"`: drop the sequence if any token's ratio is outside, usually below 1e-4.
-            - `"sequence_ratio"` (product of r_t), `"geometric_ratio"` (its T-th root): drop the sequence.
-        minimum: Lower bound of the ratio, at most 1.
-        maximum: Upper bound of the ratio, at least 1.
-        centre: For `"geometric_ratio"`: `"measured"` multiplies the band by exp(-KL) measured in the run. E[log r] is
-            -KL, so a band around 1 rejects typical sequences once the KL of FP8 is comparable to the band's width.
+            - `"token_ratio"`: r_t of a token; drops the token.
+            - `"token_veto"`: r_t of any token, usually with a minimum of 1e-4; drops the sequence.
+            - `"sequence_ratio"`: the product of r_t; drops the sequence.
+            - `"geometric_ratio"`: the T-th root of this product; drops the sequence.
+        minimum: Lower bound of the ratio, at most 1. None: no bound.
+        maximum: Upper bound of the ratio, at least 1. None: no bound.
+        centre: `"measured"` multiplies the band of a `"geometric_ratio"` by exp(-KL), as measured in the run. The mean
+            of log r is -KL. So if the KL of FP8 is comparable to the band's width, a band around 1 rejects typical
+            sequences.
     """
 
     statistic: Statistic
@@ -79,9 +81,13 @@ class Rejection:
 def bound_problems(
     minimum: float | None, maximum: float | None, names: tuple[str, str] = ("minimum", "maximum")
 ) -> Iterator[str]:
-    """Yield what is wrong with the band [minimum, maximum] of a ratio, which must contain 1."""
+    """Yield each problem of the band [minimum, maximum] of a ratio, which must contain 1."""
     low, high = f"{names[0]}={minimum!r}", f"{names[1]}={maximum!r}"
-    wrong = [text for text, value in ((low, minimum), (high, maximum)) if not _is_bound(value)]
+    wrong = []
+    for text, value in ((low, minimum), (high, maximum)):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and math.isfinite(value)):
+            wrong.append(text)
     if wrong:
         yield f"{' and '.join(wrong)} must be a finite number, or None for no bound"
         return
@@ -93,23 +99,18 @@ def bound_problems(
         yield f"{low} equals {high}, which accepts nothing but exact agreement"
 
 
-def _is_bound(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (is_number and math.isfinite(value))
-
-
 def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the median of the sequences' mean log-ratios, which estimates -KL, and the number of these sequences."""
-    # a mean would let one broken sequence (log r = -20 throughout) move the centre of the band away from all others
+    # Not their mean: a single broken sequence (log r = -20 throughout) would move it away from all other sequences
     mean_B1 = ratio.mean_over_sequence_B1(ratio.values_BT.double())
     candidates_B = torch.where(ratio.has_evidence_B1, mean_B1, torch.nan).flatten()
-    # the appended NaN is ignored; without it `nanquantile` would raise for an empty batch
+    # `nanquantile` ignores NaN, but raises for an empty tensor, so append one
     median = torch.nanquantile(torch.nn.functional.pad(candidates_B, (0, 1), value=torch.nan), 0.5)
     return torch.nan_to_num(median, nan=0.0), ratio.has_evidence_B1.sum()
 
 
 def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | float) -> torch.Tensor:
-    """Return the tokens that `rule` accepts, bool [B, T]. `log_centre` shifts a band with `centre="measured"`."""
+    """Return which tokens `rule` accepts, bool [B, T]. `log_centre` shifts a band with `centre="measured"`."""
     log_r = ratio.values_BT.double()
     if rule.statistic == "sequence_ratio":
         log_r = log_r.sum(dim=-1, keepdim=True)
@@ -118,11 +119,11 @@ def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | fl
     if rule.centre == "measured":
         log_r = log_r - log_centre
     keep = torch.ones_like(log_r, dtype=torch.bool)
-    if rule.minimum:  # None or 0 is no bound: a ratio is never below 0
+    if rule.minimum:  # neither None nor 0, below which there is no ratio
         keep &= log_r >= math.log(rule.minimum)
     if rule.maximum is not None:
         keep &= log_r <= math.log(rule.maximum)
     if rule.statistic == "token_veto":
         keep = keep.all(dim=-1, keepdim=True)
-    # a sequence without evidence is kept
+    # A sequence without any scored token is kept
     return (keep | ~ratio.has_evidence_B1) & ratio.mask_BT

@@ -13,7 +13,7 @@ register(
     {
         "trl.GRPOTrainer._batch_environments": (
             "features/kv_cache/kv_cache.py",
-            "TRL tokenizes prompts with their tools.",
+            "TRL sets the tools of a batch's environments when it generates; we need them for prompts before.",
         ),
     },
 )

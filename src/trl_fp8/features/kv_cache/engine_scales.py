@@ -1,4 +1,4 @@
-"""`EngineScales`: what each sync carries to an engine with an FP8 KV cache."""
+"""`EngineScales`: the KV scales that each sync carries to the engine beside the weights."""
 
 from collections.abc import Callable
 
@@ -12,24 +12,27 @@ from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
 
 
 class EngineScales(EnginePart):
-    """`sync.records.CarriedValue`: the scales of an FP8 KV cache, which `calibrate` makes for the policy as it is."""
+    """A `sync.records.CarriedValue`: the scales of the FP8 KV cache."""
 
     name = KV_SCALES
 
     def __init__(self, calibrate: Callable[[], KVScales]):
-        """Keep `calibrate`, which raises `ValueError` if the policy cannot be calibrated, and may be a collective."""
+        """`calibrate` returns the scales for the policy as it is now. It may be a collective, and raises `ValueError`
+        if the policy cannot be calibrated.
+        """
         self.calibrate = calibrate
         self.value: KVScales | None = None
-        self._copies: KVScaleStore | None = None
+        self._store: KVScaleStore | None = None
 
     def carried(self, generation: Generation) -> "EngineScales":
-        """Return itself. `RuntimeError` if the engine's cache cannot be recalibrated."""
-        self._copies = generation.engine.kv_scales()
+        """Return this object. Raises `RuntimeError` if the scales of the engine's cache cannot be set."""
+        self._store = generation.engine.kv_scales()
         return self
 
     def resume(self, scales_L3: torch.Tensor) -> None:
-        """Send these with the weights of the first sync: a run resumed with rollouts that it had left, which were
-        sampled under them. Do nothing after a sync.
+        """Set the scales for a delivery without calibration; does nothing once there are scales.
+
+        A resumed run may begin with a loss on saved rollouts, which were sampled under these scales.
         """
         if self.value is None:
             self.value = KVScales(scales_L3.cpu())
@@ -38,10 +41,10 @@ class EngineScales(EnginePart):
         self.value = self.calibrate()
 
     def write(self) -> None:
-        self._copies.write(self.value)
+        self._store.write(self.value)
 
     def verify(self) -> None:
-        self._copies.verify(self.value)
+        self._store.verify(self.value)
 
     def digest(self) -> torch.Tensor:
         return digest(self.value.values)

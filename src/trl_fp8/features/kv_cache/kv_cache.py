@@ -1,9 +1,14 @@
 """The engine's FP8 KV cache, from the trainer's side: it calibrates the scales and simulates the rounding.
 
-prompts   a calibration that has no rollouts yet runs them
-rollouts  were sampled under the scales in force; the pass that scores them is observed for the next scales
-batch     gets a copy of the scales in force for each sequence, because TRL shuffles and splits it by sequence
-loss      sees k and v (and q) as the cache held them, under the scales of its rollouts; so does a reference
+    coming prompts    noted, because a calibration that has no rollouts yet runs them     `before_turn`
+    sync              calibrates, and sends the scales to the engine                      `engine_scales.py`
+    old log-probs     observed: their q, k and v decide the next scales                   `scoring`
+
+With `simulate_kv_cache` the trainer also rounds k and v (and q) as the engine's cache does:
+
+    old log-probs     under the scales of the latest sync; so does a reference            `scoring`, `reference`
+    batch             gets these scales, a copy for each sequence: TRL shuffles sequences `extend_batch`
+    loss              rounds under the scales of its batch                                `begin_loss`
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,8 +33,8 @@ from .calibration import Calibration, KVState, next_scales
 from .observation import observe_sequences
 
 
-SCALES_IN_FORCE = "kv_scales"  # key of a batch, [B, L, 3] fp32: scales of its rollouts, the same in every row
-FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
+ROLLOUT_SCALES = "kv_scales"  # key of a batch, [B, L, 3] fp32: scales of its rollouts, the same in every row
+FIRST_ROWS = 16  # rows of the dataset in which kv_cache_skip_layers='auto' looks for outliers
 
 
 class KVCache(Feature):
@@ -41,16 +46,21 @@ class KVCache(Feature):
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
         self.hook = hook_of(trainer.model)
         self.hook.skip(recipe.kv_cache_skip_layers)
-        if args.skip_layers is None:
+        if args.skip_layers is None:  # 'auto'; () if there is no layer to skip
             tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
                 error_L = observe_sequences(
-                    trainer.model, self.hook, tokens, fused_lm_head=True, reduce_max=reduce_max
+                    trainer.model,
+                    self.hook,
+                    tokens,
+                    fused_lm_head=True,
+                    reduce_max=reduce_max,
+                    forward=trainer.packed_forward,
                 ).logit_error_L
             recipe = args.recipe_for(trainer.model, kv_cache_skip_layers=tuple(outlier_layers(error_L)))
             self.hook.skip(recipe.kv_cache_skip_layers)
         trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
-        self.reference_hook = trainer.ref_model and hook_of(trainer.ref_model)
+        self.reference_hook = hook_of(trainer.ref_model) if trainer.ref_model is not None else None
         if self.reference_hook:
             self.reference_hook.skip(recipe.kv_cache_skip_layers)
         self.calibration = Calibration(
@@ -62,41 +72,59 @@ class KVCache(Feature):
             fused_lm_head=True,
             has_images=recipe.decoder == WRAPPED,
             reduce_max=reduce_max,
+            forward=trainer.packed_forward,
         )
         self.kv_state = KVState()
-        self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
+        self._engine_scales = None  # an `EngineScales`, which `engine_part` makes
+        self._sent: list[KVScales] = []  # scales of each sync that this process made, the latest last
+        self._logged: dict[bool, KVScales] = {}  # is in training -> scales whose metrics were added last
 
     def engine_part(self):
         from .engine_scales import EngineScales  # needs vllm
 
-        self._in_engine = EngineScales(self.calibrate)
-        return self._in_engine
+        self._engine_scales = EngineScales(self.calibrate)
+        return self._engine_scales
 
     def calibrate(self) -> KVScales:
-        """Make the scales of the policy as it is now; called in each sync."""
+        """Make the scales of the policy as it is now. Each sync calls this. Collective."""
         scales, self.kv_state = next_scales(self.kv_state, self.calibration, self.trainer.model_wrapped)
         return scales
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
-        for hook in filter(None, (self.hook, self.reference_hook)):
-            hook.round_queries(numerics.query_rounded)
+        self.hook.round_queries(numerics.query_rounded)
+        if self.reference_hook is not None:
+            self.reference_hook.round_queries(numerics.query_rounded)
 
     def before_generation(self, prompts: list) -> None:
-        if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
+        if self.trainer.rollout_func is not None:  # then TRL syncs without calling `before_turn`
             self.kv_state = self.kv_state.expecting(self.trainer.prompt_token_ids(prompts))
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
         self.kv_state = self.kv_state.expecting(prompt_ids)
 
+    def after_sync(self) -> None:
+        scales = self.latest_scales
+        if self._sent and torch.equal(self._sent[-1].values, scales.values):
+            scales = self._sent[-1]  # powers of two rarely change, so a long run keeps few tensors
+        self._sent.append(scales)
+
     def after_generation(self, rollouts: Rollouts) -> None:
+        if rollouts.age >= max(1, len(self._sent)):
+            raise RuntimeError(
+                f"rollouts are {rollouts.age} syncs old, but this process has made only {len(self._sent)} syncs: the "
+                "rollouts come from another run, or from before a resume."
+            )
+        # The rollouts may come from several syncs. Assume the smallest of their scales, under which most is clipped
+        latest = self.latest_scales
+        candidates = [latest, *self._sent[-1 - rollouts.age : -1]]
+        smallest = KVScales(torch.stack([scales.values for scales in candidates]).amin(0))
         training = self.trainer.model.training
         step = self.trainer.state.global_step if training else None
-        in_force = self.in_force
-        self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, in_force, step)
-        if self._logged.get(training) is in_force:
+        self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, smallest, step)
+        if self._logged.get(training) is latest:
             return
-        self._logged[training] = in_force
-        scales = in_force.values[list(in_force.layers)]
+        self._logged[training] = latest
+        scales = latest.values[list(latest.layers)]
         rollouts.metrics |= {
             "fp8/calibration_seconds": mean_of(self.trainer.vllm_generation.last_sync.prepare_seconds),
             "fp8/kv_scale_min": lowest(scales.min().item()),
@@ -106,44 +134,49 @@ class KVCache(Feature):
 
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        with self.kv_state.watching(self.hook), self._cache(self.trainer.args.simulate_kv_cache):
+        with self.kv_state.watching(self.hook), self._as_engine(self.trainer.args.simulate_kv_cache):
             yield
 
     @contextmanager
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         """Use the policy's scales: the KL divergence compares two models, not two ways to round k and v."""
-        hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
-        with self._cache(self.trainer.args.simulate_kv_cache), hook.as_engine(self.hook.scales_L3):
-            yield
+        with self._as_engine(self.trainer.args.simulate_kv_cache):  # sets the scales of the policy's hook
+            hook = self.reference_hook or self.hook  # without a reference model: the policy, adapters disabled
+            with hook.as_engine(self.hook.scales_L3):
+                yield
 
     def as_rollouts_saw(self) -> AbstractContextManager:
-        return self._cache(simulated=True)
+        return self._as_engine(simulated=True)
 
-    def _cache(self, simulated: bool) -> AbstractContextManager:
-        """Count positions as the engine does. If `simulated`, use the cache of the latest rollouts, unless that of the
-        rollouts in a loss is in use.
+    def _as_engine(self, simulated: bool) -> AbstractContextManager:
+        """Count positions as the engine does, and set the scales under which the policy rounds k and v.
+
+        Inside a loss these stay the ones that `begin_loss` set. Elsewhere they are those of the latest sync if
+        `simulated`, else none.
         """
         scales_L3 = self.hook.scales_L3
         if scales_L3 is None and simulated:
-            scales_L3 = self._scales_in_force
+            scales_L3 = self._latest_scales_L3
         return self.hook.as_engine(scales_L3)
 
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
-            batch.tensors[SCALES_IN_FORCE] = self._scales_in_force.expand(len(batch.tensors[PROMPT_IDS]), -1, -1)
-        batch.record["kv_scales"] = self.in_force.values.tolist()
+            rows = len(batch.tensors[PROMPT_IDS])
+            batch.tensors[ROLLOUT_SCALES] = self._latest_scales_L3.expand(rows, -1, -1)
+        batch.record["kv_scales"] = self.latest_scales.values.tolist()
         saturated_L2, self.kv_state = self.kv_state.saturation(self.calibration)
         if saturated_L2 is not None:
             fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
-            batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # of the worst rank already
+            batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # already the maximum over ranks
             batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self.hook.align(True)
-        # Rollouts left by an earlier attempt may have scales although this one does not simulate
-        if SCALES_IN_FORCE in inputs:
-            scales_L3 = inputs[SCALES_IN_FORCE][0]
-            self._in_engine.resume(scales_L3)
+        # A resumed run may begin with rollouts of an attempt that simulated the cache, also if this one does not. If
+        # weights are delivered before this loss, these scales go with them. After the first sync `resume` does nothing
+        if ROLLOUT_SCALES in inputs:
+            scales_L3 = inputs[ROLLOUT_SCALES][0]
+            self._engine_scales.resume(scales_L3)
             if self.trainer.args.simulate_kv_cache:
                 self.hook.simulate(scales_L3)
 
@@ -153,7 +186,8 @@ class KVCache(Feature):
 
     def banner(self) -> str:
         args = self.trainer.args
-        if args.simulate_kv_cache and not args.policy_calls_engine:  # the engine's kernels read its cache anyway
+        # A policy that calls the engine's kernels always reads a rounded cache, so it needs no mention
+        if args.simulate_kv_cache and not args.policy_calls_engine:
             return "k and v rounded as in the engine's cache"
         return ""
 
@@ -162,7 +196,7 @@ class KVCache(Feature):
             raise ValueError(
                 "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
             )
-        return {"kv_scales": self.in_force}
+        return {"kv_scales": self.latest_scales}
 
     def save(self, folder: str) -> None:
         _, self.kv_state = self.kv_state.observed(self.calibration)
@@ -172,27 +206,28 @@ class KVCache(Feature):
         self.kv_state = self.kv_state.loaded(folder, self.trainer.accelerator.process_index)
 
     @property
-    def in_force(self) -> KVScales:
+    def latest_scales(self) -> KVScales:
         """Return the scales that the engine got at the latest sync."""
         return self.trainer.vllm_generation.last_sync.carried[KV_SCALES]
 
     @property
-    def _scales_in_force(self) -> torch.Tensor:
-        return self.in_force.values.to(self.trainer.accelerator.device)
+    def _latest_scales_L3(self) -> torch.Tensor:
+        return self.latest_scales.values.to(self.trainer.accelerator.device)
 
     def _first_prompts(self) -> list[list[int]]:
+        """Return the token ids of the first prompts of the dataset."""
         rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]
-        if not rows:  # as with environments that make their own
+        if not rows:  # as with environments, which make their own prompts
             raise ValueError(
                 f"kv_cache_skip_layers='auto' looks at the first {FIRST_ROWS} rows of train_dataset, and none of them "
                 "has a prompt. Name the layers instead, or set kv_cache_skip_layers=None."
             )
-        # TRL 1.16 sets this for each batch; its tokenization picks the tools of a row's environment by it
+        # TRL 1.16 sets this attribute for each batch: by it, tokenization looks up the tools of a row's environment
         self.trainer._batch_environments = [row.get("environment") for row in rows]
-        return self.trainer.prompt_token_ids([_with_images(row) for row in rows])
-
-
-def _with_images(row: Mapping) -> str | list:
-    """Return a row's prompt, its images within, as TRL puts them there."""
-    images = row.get("images") or [row.get("image")]
-    return row["prompt"] if images == [None] else prepare_multimodal_messages(row["prompt"], images=images)
+        prompts = []
+        for row in rows:
+            prompt, images = row["prompt"], row.get("images") or [row.get("image")]
+            if images != [None]:  # put them into the prompt, as TRL does
+                prompt = prepare_multimodal_messages(prompt, images=images)
+            prompts.append(prompt)
+        return self.trainer.prompt_token_ids(prompts)

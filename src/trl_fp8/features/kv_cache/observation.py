@@ -1,4 +1,4 @@
-"""Magnitudes of q, k and v in each layer, over all tokens but padding. The scales of a KV cache are made from them.
+"""Magnitudes of q, k and v in each layer, over all tokens except padding: the scales of a KV cache are made from them.
 
 Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
 """
@@ -15,33 +15,33 @@ from trl_fp8.quantization.formats import E4M3_MAX
 
 
 class QKVObservation:
-    """Magnitudes of real tokens, those that are not padding, accumulated over forwards on the model's device.
+    """Magnitudes of real tokens (not padding), accumulated over forwards on the model's device.
 
-    With `scales_L3`, fp32 `[L, 3]`, it counts the elements beyond `448 * scale`. With `moments` it measures
-    `logit_error_L` from the mean squares of q and k per channel. On a GPU each of q, k and v takes one kernel; mean
-    squares take several operations of torch's, but only once, before the first rollouts.
+    With `scales_L3`, fp32 `[L, 3]`, the observation counts the elements beyond `448 * scale`, which a cache clips.
+    With `moments` it measures `logit_error_L` from the mean squares of q and k per channel. On a GPU each of q, k and
+    v takes one kernel. Mean squares take several operations of torch, but only once, before the first rollouts.
     """
 
     def __init__(self, layers: int, device: torch.device, *, scales_L3: Tensor | None = None, moments: bool = False):
         self.limits_L3 = None if scales_L3 is None else E4M3_MAX * scales_L3
         self.amax_L3 = torch.zeros(layers, 3, device=device)  # 0 in a layer that no forward ran
-        # Elements beyond 448 * scale, and all elements, of real tokens
+        # Clipped elements of real tokens, and all elements of real tokens
         self.saturated_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.elements_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.logit_error_L = torch.zeros(layers, device=device)  # the largest over forwards; 0 without `moments`
         self.passes = 0  # finished blocks of `watching`
-        self.under_way = False  # inside such a block
+        self.under_way = False  # whether such a block is open
         self._moments = moments
         self._real = torch.ones((), dtype=torch.bool, device=device)
 
     @property
     def saturated_fraction_L3(self) -> Tensor:
-        """Return the share `[L, 3]` of elements beyond 448 * scale; 0 in a layer that no forward ran."""
+        """Return the share `[L, 3]` of clipped elements; 0 in a layer that no forward ran."""
         return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
 
     @contextmanager
     def watching(self, hook: AttentionHook) -> Iterator[None]:
-        """Observe the forwards inside the block, and count it in `passes` unless it raises."""
+        """Observe the forwards inside the block. Count the block in `passes` unless it raises."""
         if self.under_way:
             raise RuntimeError("this observation already watches a forward: blocks of `watching` do not nest.")
         self.under_way = True
@@ -62,7 +62,7 @@ class QKVObservation:
             states: q, k and v `[B, H, T, D]`, k and v as they are cached.
             real_BT: False at padding, which does not count; None: no padding.
             scaling: Factor on the attention scores.
-            key: k as the scores are computed from it, for `logit_error_L`; None: the cached k.
+            key: k that is multiplied by q, for `logit_error_L`; None: the cached k.
         """
         states = tuple(tensor.detach() for tensor in states)
         if real_BT is None:
@@ -75,7 +75,7 @@ class QKVObservation:
         if self._moments:
             key = states[1] if key is None else key.detach()
             squares = [tensor.float().square().mul_(real_BT[:, None, :, None]) for tensor in (states[0], key)]
-            q_HD, k_HD = (square.sum((0, 2)) / real_BT.sum() for square in squares)  # their means
+            q_HD, k_HD = (square.sum((0, 2)) / real_BT.sum() for square in squares)  # means over real tokens
             error = self.logit_error_L[layer]
             torch.maximum(error, logit_error(q_HD, k_HD, scaling), out=error)
 
@@ -90,18 +90,20 @@ def observe_sequences(
     fused_lm_head: bool = False,
     moments: bool = True,
     reduce_max: Callable[[Tensor], None] | None = None,
+    forward: Callable[[nn.Module, list[list[int]]], None] | None = None,
 ) -> QKVObservation:
-    """Run `sequences` through the policy and observe `amax_L3` and `logit_error_L` of their tokens, over all ranks.
+    """Run `sequences` through the policy. Return `amax_L3` and `logit_error_L` of their tokens, over all ranks.
 
     Args:
         model, hook: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its hook.
         sequences: Token ids, a list for each sequence, the most important first. A repeated sequence is run once.
         pad_token_id: Any valid token id; padding is masked.
-        max_tokens: Limit on the tokens of all forwards without padding, and on those of each forward with it.
-        fused_lm_head: The model has TRL's fused output head, which then scores no token.
-        moments: Also measure `logit_error_L`.
-        reduce_max: As for `reduce_together`. Ranks then run the same number of forwards: with a sharded policy each
-            forward is a collective.
+        max_tokens: Limit on the tokens of all forwards together, and on the padded positions of each forward.
+        fused_lm_head: Whether the model has TRL's fused output head. Here it scores no token.
+        moments: Whether to measure `logit_error_L`, too.
+        reduce_max: See `reduce_together`. With it all ranks run the same number of forwards, because each forward of a
+            sharded policy is a collective.
+        forward: Runs rows through `model`; None: as one padded batch with an attention mask.
     """
     batches = _batches(bounded(sequences, max_tokens), max_tokens)
     if not batches:
@@ -112,24 +114,37 @@ def observe_sequences(
     observation = QKVObservation(hook.layers, hook.device, moments=moments)
     with torch.no_grad(), hook.observing(observation):
         for number in range(int(forwards)):
-            rows = batches[min(number, len(batches) - 1)]  # the last one, the smallest, again: it changes no maximum
-            length = len(rows[0])
-            padding = [length - len(row) for row in rows]
-            ids = [row + [pad_token_id] * pad for row, pad in zip(rows, padding, strict=True)]
-            mask = [[1] * (length - pad) + [0] * pad for pad in padding]
-            ids, mask = torch.tensor(ids, device=hook.device), torch.tensor(mask, device=hook.device)
-            # ZeRO-3 fetches modules ahead in the order of the last forward, and in TRL's own forwards the head is no
-            # module call: a forward that made it one would have the next one gather it twice
-            unused = {"labels": torch.full_like(ids, -100), "fused_lm_head": True}
-            head = unused if fused_lm_head else {"logits_to_keep": 1}
-            model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
+            # A rank with fewer batches repeats its last one, the smallest, which changes no maximum
+            rows = batches[min(number, len(batches) - 1)]
+            if forward is not None:
+                forward(model, rows)
+            else:
+                _padded_forward(model, rows, hook.device, pad_token_id, fused_lm_head)
     reduce_together(reduce_max, observation.amax_L3, observation.logit_error_L[:, None])
     return observation
 
 
+def _padded_forward(
+    model: nn.Module, rows: list[list[int]], device: torch.device, pad_token_id: int, fused_lm_head: bool
+) -> None:
+    """Run rows as one padded batch. The first row is the longest."""
+    length = len(rows[0])
+    padded = [row + [pad_token_id] * (length - len(row)) for row in rows]
+    real = [[1] * len(row) + [0] * (length - len(row)) for row in rows]
+    ids, mask = torch.tensor(padded, device=device), torch.tensor(real, device=device)
+    head = {"logits_to_keep": 1}
+    if fused_lm_head:
+        # Call TRL's fused head with labels that leave out every token. A call of the head's module would be wrong
+        # under ZeRO-3, which gathers ahead in the order of the last forward: TRL's next forward would gather the head
+        # twice
+        head = {"labels": torch.full_like(ids, -100), "fused_lm_head": True}
+    model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
+
+
 def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tensor) -> None:
-    """Replace `[L, n]` tensors by their maximum over ranks, in one collective. `reduce_max` replaces one tensor; None
-    on one process.
+    """Replace each of `tensors`, `[L, n]`, by its maximum over ranks, in one collective.
+
+    `reduce_max` replaces one tensor by its maximum over ranks; None: there is one process, and nothing is done.
     """
     if reduce_max is not None:
         packed = torch.cat(tensors, dim=1)
@@ -139,7 +154,7 @@ def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tenso
 
 
 def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Return the first distinct `sequences`, each cut to `max_tokens`, that together have at most `max_tokens`."""
+    """Return distinct `sequences` with at most `max_tokens` together, each cut to `max_tokens`; first ones first."""
     rows = []
     left = max_tokens
     for row in dict.fromkeys(tuple(sequence[:max_tokens]) for sequence in sequences):
@@ -150,7 +165,7 @@ def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[in
 
 
 def _batches(rows: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
-    """Split `rows`, the longest first, into batches of at most `max_tokens` when padded to their first row."""
+    """Split `rows` into batches, the longest rows first. A batch padded to its first row has at most `max_tokens`."""
     batches = []
     for row in sorted(rows, key=len, reverse=True):
         if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > max_tokens:

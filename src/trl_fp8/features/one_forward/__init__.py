@@ -1,8 +1,7 @@
 """One forward: the trainer computes with the engine's kernels, on the engine's tensors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from trl_fp8.recipe.families import types_with
 from trl_fp8.run.feature import Construction, Registration
@@ -14,7 +13,7 @@ from .unexplained import mismatch_warnings
 
 @contextmanager
 def _construct(construction: Construction) -> Iterator[None]:
-    """Release a model that still follows the engine of an earlier trainer."""
+    """Undo the swaps in a model that still calls the engine of an earlier trainer."""
     model = construction.trainer_kwargs["model"]
     if not isinstance(model, str):
         from trl_fp8.policy.swapped import release
@@ -24,7 +23,7 @@ def _construct(construction: Construction) -> Iterator[None]:
 
 
 def _features(trainer) -> Iterator:
-    if trainer.args.one_forward:
+    if trainer.args.policy_calls_engine:
         from .following import Following
 
         yield Following(trainer)
@@ -32,45 +31,56 @@ def _features(trainer) -> Iterator:
         from .same_model import SameModel
 
         yield SameModel(trainer)
-        compared = getattr(trainer.args, "vllm_importance_sampling_correction", False)
-        if compared and trainer.args.explain_mismatch_steps:
+        compares_logps = getattr(trainer.args, "vllm_importance_sampling_correction", False)
+        if compares_logps and trainer.args.explain_mismatch_steps:
             from .explanation import Explanation
 
             yield Explanation(trainer)
 
 
-def _warnings(metrics: Mapping[str, float], facts: Mapping[str, Any]) -> dict[str, str]:
-    return mismatch_warnings(metrics)
-
-
-REGISTRATION = Registration(flags=ForwardFlags, construct=_construct, features=_features, warnings=_warnings)
+REGISTRATION = Registration(
+    flags=ForwardFlags,
+    construct=_construct,
+    features=_features,
+    warnings=lambda metrics, facts: mismatch_warnings(metrics),
+)
 
 
 def _made_by(file: str, reasons: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Return entries of the register of patches: target -> the file that makes the patch, and the reason."""
+    """Return entries of the register of patches: target -> (the file that makes the patch, the reason)."""
     return {target: (f"features/one_forward/{file}", reason) for target, reason in reasons.items()}
 
 
 INVARIANT = "vllm.model_executor.determinism.batch_invariant"
 LAYERS = "vllm.model_executor.layers"
-FAMILIES = [kind.removesuffix("_text") for kind in types_with("followed")]  # as transformers names its modules
+FAMILIES = [kind.removesuffix("_text") for kind in types_with("followed")]  # names of transformers' modules
 ROTARY = [f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES]
 TILES = {
-    f"{LAYERS}.quantization.utils.fp8_utils.get_w8a8_block_fp8_configs": "Its tiles depend on the batch.",
-    f"{INVARIANT}._get_matmul_config": "Its tiles depend on the batch, or leave a GPU idle.",
-    f"{LAYERS}.fused_moe.fused_moe.get_default_config": "Its tiles for batch invariance are slow for FP8.",
+    f"{LAYERS}.quantization.utils.fp8_utils.get_w8a8_block_fp8_configs": (
+        "vLLM chooses tiles by the batch; we need the same tiles in every batch."
+    ),
+    f"{INVARIANT}._get_matmul_config": (
+        "vLLM chooses tiles by the batch, some of which leave a GPU idle; we need the same good tiles in every batch."
+    ),
+    f"{LAYERS}.fused_moe.fused_moe.get_default_config": (
+        "vLLM's tiles for batch invariance are slow for FP8 experts; we need fast ones."
+    ),
 }
-NORMS = {"vllm.ir.ops.rms_norm": "The same bits in every batch; on CPU its mean is FP64."}
+NORMS = {"vllm.ir.ops.rms_norm": "vLLM's norm depends on the batch; we need the same bits in every batch."}
 ATTENTION = {
-    "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": "Prefill and decode would run different kernels."
+    "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
+        "vLLM runs different kernels for prefill and decode; we need one."
+    )
 }
-ROUTERS = {"torch.nn.functional.linear": "Routers call it, or what ZeRO-3 puts in its place."}
-START = {f"{INVARIANT}.init_batch_invariance": "It would slow the trainer's NCCL down."}
+ROUTERS = {"torch.nn.functional.linear": "Routers call this for their logits; we need the engine's logits there."}
+START = {
+    f"{INVARIANT}.init_batch_invariance": "vLLM slows NCCL down in the whole process; we need the trainer's unchanged."
+}
 
 register(FOR_ONE_BLOCK, _made_by("followed_experts.py", ROUTERS) | _made_by("engine_invariance.py", START))
 register(
     FOR_GOOD,
-    _made_by("one_forward.py", dict.fromkeys(ROTARY, "Attention calls it by this name; the engine rotates q and k."))
+    _made_by("one_forward.py", dict.fromkeys(ROTARY, "Attention calls this to rotate q, k; we need the engine to."))
     | _made_by("engine_invariance.py", TILES),
 )
 register(REGISTERED, _made_by("engine_invariance.py", NORMS) | _made_by("engine_flash_attention.py", ATTENTION))

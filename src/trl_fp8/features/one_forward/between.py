@@ -1,9 +1,16 @@
-"""Embeddings, norms, MLPs and rotary embeddings of a policy that follows an engine: all that is between linear layers.
+"""Modules between the linear layers of a policy that follows an engine: embeddings, norms, MLPs, rotary embeddings.
 
-FP8 magnifies small differences. Activations that are off by one BF16 step (1/256) cross an e4m3 rounding boundary
-(steps of 1/8) so often that the error after the next linear is as large as that of quantization itself, and each layer
-adds to it. So each of these modules calls the engine's module of the same name. A residual sum
-or a product of two BF16 tensors is rounded once, which gives the same result wherever it is computed.
+FP8 magnifies small differences. If activations are off by one BF16 step (1/128 between 1 and 2), they cross a rounding
+boundary of e4m3 (steps of 1/8) so often that the error after the next linear layer is as large as that of quantization
+itself, and each layer adds to it. So norms, activation functions and rotary embeddings call the engine's modules.
+Embedding lookups, residual sums and other single products or sums need no kernel of the engine: each is rounded once,
+so it gives the same bits anywhere, if it is computed in BF16 and in the engine's order.
+
+Each class is mixed into the class of a module (policy/swapped.py). The module then has two more attributes:
+`one_forward`, whose `on` says whether the module follows now, and `engine`, the engine's function. `_engine_value`
+computes the output of the forward, and `_policy_value` the policy's formula, which gives the gradients.
+
+Shape letters: T tokens, N channels, B sequences, S positions, H query heads, G key heads, D head size.
 """
 
 from collections.abc import Callable
@@ -21,54 +28,60 @@ class FollowedNorm:
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_forward.on:
             return super().forward(x)
-        return own_gradient(self._value, self._own, x, *self._own_parameters().values())
+        return own_gradient(self._engine_value, self._policy_value, x, *self._direct_parameters().values())
 
-    def _own_parameters(self) -> dict[str, Tensor]:
+    def _direct_parameters(self) -> dict[str, Tensor]:
         return dict(self.named_parameters(recurse=False))
 
-    def _value(self, x: Tensor, *parameters: Tensor) -> Tensor:
+    def _engine_value(self, x: Tensor, *parameters: Tensor) -> Tensor:
         rows = x.flatten(0, 1) if x.dim() > 2 else x
         return self.engine(rows.to(torch.bfloat16)).view(x.shape)
 
-    def _own(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        with holding(self, dict(zip(self._own_parameters(), parameters, strict=True))):
-            return self.before.forward(self, x)
+    def _policy_value(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        with holding(self, dict(zip(self._direct_parameters(), parameters, strict=True))):
+            return super().forward(x)
 
 
 class FollowedMLP:
-    """Mixed into the class of an MLP `down(act(gate(x)) * up(x))`. `engine` gives act(gate) * up of `[gate, up]`."""
+    """Mixed into the class of an MLP `down(act(gate(x)) * up(x))`.
+
+    `engine` computes act(gate) * up `[T, N]` from gate and up, concatenated, `[T, 2 N]`.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_forward.on:
             return super().forward(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
-        return self.down_proj(own_gradient(self._value, self._own, gate, up))
+        return self.down_proj(own_gradient(self._engine_value, self._policy_value, gate, up))
 
-    def _value(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _engine_value(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.engine(side_by_side(gate, up)).view(gate.shape)
 
-    def _own(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _policy_value(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.act_fn(gate) * up
 
 
 class FollowedFusedMLP:
-    """`FollowedMLP` for an MLP whose gate and up projection are one linear."""
+    """`FollowedMLP` for an MLP whose gate and up projections are one linear layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_forward.on:
             return super().forward(x)
-        return self.down_proj(own_gradient(self._value, self._own, self.gate_up_proj(x)))
+        return self.down_proj(own_gradient(self._engine_value, self._policy_value, self.gate_up_proj(x)))
 
-    def _value(self, gate_up: Tensor) -> Tensor:
+    def _engine_value(self, gate_up: Tensor) -> Tensor:
         return self.engine(gate_up.flatten(0, -2)).view(*gate_up.shape[:-1], -1)
 
-    def _own(self, gate_up: Tensor) -> Tensor:
+    def _policy_value(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
         return self.activation_fn(gate) * up
 
 
 class FollowedParallelLayer:
-    """Mixed into a decoder layer whose attention and MLP read one tensor: the engine adds both outputs, then x."""
+    """Mixed into a decoder layer whose attention and MLP read the same tensor.
+
+    The engine adds their outputs first and the layer's input second, transformers in another order.
+    """
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         if not self.one_forward.on:
@@ -79,12 +92,12 @@ class FollowedParallelLayer:
             outputs.append((output[0] if isinstance(output, tuple) else output).detach())
 
         with self.self_attn.register_forward_hook(note), self.mlp.register_forward_hook(note):
-            own = super().forward(hidden_states, *args, **kwargs)
-        return with_value(own, hidden_states.detach() + (outputs[0] + outputs[1]))
+            policy_sum = super().forward(hidden_states, *args, **kwargs)
+        return with_value(policy_sum, hidden_states.detach() + (outputs[0] + outputs[1]))
 
 
 class FollowedEmbedding:
-    """Mixed into embeddings. Rounds the rows that it looked up, which costs less than rounding the table."""
+    """Mixed into the class of an embedding. Rounds the rows that it looked up: fewer than the table has."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         if not self.one_forward.on:
@@ -93,49 +106,65 @@ class FollowedEmbedding:
 
 
 class FollowedScaledEmbedding(FollowedEmbedding):
-    """Mixed into Gemma's embeddings, which scale rows by the root of their width: BF16 by BF16, like the engine."""
+    """Mixed into Gemma's embedding, which multiplies rows by the square root of their width."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         rows = super().forward(*args, **kwargs)
-        return rows * self.embed_scale.to(torch.bfloat16) if self.one_forward.on else rows
+        if not self.one_forward.on:
+            return rows  # which Gemma's own forward has scaled
+        return rows * self.embed_scale.to(torch.bfloat16)  # the engine rounds both factors to BF16, too
 
 
 class FollowedRotary:
-    """Mixed into the module that makes cos and sin. `engine`: layer type or None -> rotary embedding."""
+    """Mixed into the module that computes cos and sin.
+
+    `engine` maps each layer type to the engine's rotary embedding of such layers; the key is None if layers have one
+    type.
+    """
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
         layer_types = () if layer_type is None else (layer_type,)
         if not self.one_forward.on:
             return super().forward(x, position_ids, *layer_types)
-        # transformers reads only the device and dtype of x: so cos and sin are FP32
+        # The policy's cos and sin, for the backward. transformers takes only device and dtype from x, so an empty FP32
+        # tensor makes cos and sin FP32
         cos, sin = super().forward(x[:0].float(), position_ids, *layer_types)
         call = RotaryCall(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
         return call, call
 
 
 class RotaryCall:
-    """The engine's rotary embedding of one forward, which transformers' layers hand on in place of cos and sin."""
+    """The engine's rotary embedding at the positions of one forward.
+
+    `FollowedRotary` returns it as cos and as sin, and transformers' layers pass both to `apply_rotary_pos_emb`, where
+    `RotaryPatch` calls it.
+    """
 
     def __init__(self, engine: Rotary, positions: Tensor, cos: Tensor, sin: Tensor):
-        self._engine, self._positions, self.cos_sin = engine, positions, (cos, sin)
+        self._engine = engine
+        self._positions = positions
+        self.cos_sin = (cos, sin)  # the policy's
 
     def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return query `[B, H, S, D]` and key `[B, G, S, D]`, rotated. transformers' `apply` gives the gradient."""
+        """Return query `[B, H, S, D]` and key `[B, G, S, D]`, rotated by the engine.
 
-        def value(*states: Tensor) -> tuple[Tensor, ...]:
+        Their gradients are those of transformers' function `apply`.
+        """
+
+        def engine_value(*states: Tensor) -> tuple[Tensor, ...]:
             by_token = [state.transpose(1, 2) for state in states]  # [B, S, H, D]
             flat = (state.flatten(0, 1).flatten(1) for state in by_token)  # [B S, H D]
             rotated = self._engine(self._positions, *flat)
             return tuple(rows.view(state.shape).transpose(1, 2) for rows, state in zip(rotated, by_token, strict=True))
 
-        def own(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        def policy_value(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             return apply(query, key, *self.cos_sin)
 
-        return own_gradient(value, own, query, key)
+        return own_gradient(engine_value, policy_value, query, key)
 
 
 class RotaryPatch:
-    """Replaces transformers' `apply_rotary_pos_emb`, but calls a `RotaryCall` that comes as cos and sin."""
+    """Replacement of transformers' `apply_rotary_pos_emb`: calls a `RotaryCall`, or the original function."""
 
     def __init__(self, apply: Callable):
         self._apply = apply
@@ -143,13 +172,21 @@ class RotaryPatch:
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor | RotaryCall, sin: Tensor | RotaryCall, *args, **kwargs
     ) -> tuple:
-        if isinstance(cos, RotaryCall):
-            return cos(self._apply, q, k, *args, **kwargs)
-        return self._apply(q, k, cos, sin, *args, **kwargs)
+        if not isinstance(cos, RotaryCall):
+            return self._apply(q, k, cos, sin, *args, **kwargs)
+        if args or kwargs:
+            raise TypeError(
+                "fp8_forward='one_forward': the model calls apply_rotary_pos_emb with further arguments, "
+                f"{[*args, *kwargs]}, which the engine's rotary embedding does not have. Set fp8_forward='off'."
+            )
+        return cos(self._apply, q, k)
 
 
 def side_by_side(left: Tensor, right: Tensor) -> Tensor:
-    """Return both `[..., N]` as rows `[T, 2 N]`: a view if they are halves of a fused call's output, else a copy."""
+    """Return two tensors `[..., N]` as rows `[T, 2 N]`.
+
+    The result is a view if they are adjacent columns of one tensor (the output of a fused linear layer), else a copy.
+    """
     width = left.shape[-1]
     left, right = left.flatten(0, -2), right.flatten(0, -2)
     same_storage = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()

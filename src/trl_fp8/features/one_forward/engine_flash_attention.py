@@ -1,24 +1,30 @@
-"""FlashAttention 3 with one kernel for prefill, decode and the trainer: a backend of vLLM, a call on packed sequences.
+"""FlashAttention 3 with one kernel for prefill, decode and the trainer: a backend of vLLM, and a call of its kernel.
 
 FlashAttention reads the keys of a query in tiles, the last tile first. It rounds relative to the largest score so far,
 and over an FP8 cache it also rounds each tile's weights to e4m3. Tiles start at multiples of their width. A query's
-bits do not depend on other queries of its block, nor on tiles that it does not see. So the output depends on the width
-and the order of tiles, and on nothing else of a batch. The names of the kernels in vLLM 0.31's wheel give the widths
-below; `hopper/` of vLLM's fork of flash-attention says when each is chosen. These arguments keep width and order:
+bits do not depend on other queries of its block, nor on tiles that the query does not see. So the output depends on
+the width and the order of tiles, and on nothing else of a batch. The names of the kernels in vLLM 0.31's wheel give
+the widths below; `hopper/` of vLLM's fork of flash-attention says when FlashAttention 3 (FA3) chooses each. The
+arguments in the last column keep width and order the same in every batch:
 
-    what would choose another width or order                                 what is always passed
-    at most 64 rows (queries x heads per key head): 96 keys instead of 192   max_seqlen_q of 256 at least. It is a
-        (FP8, head size 128), 192 instead of 128 (BF16, head size 64)        bound: lengths come from cu_seqlens_q
-    a single query: no causal mask, other tiles at BF16 and head size 64     that max_seqlen_q, too
-    a sliding window no smaller than max_seqlen_k: it is dropped, and        max_seqlen_k of the engine's max_model_len
-        with it narrower tiles (head size 256: 64 instead of 80 or 128)
-    no page table, or pages that are whole tiles: other kernels, some wider  pages of the engine's size, here too
-    few queries over many keys: keys are split, parts are added up           num_splits=1, no scheduler metadata
-    a common prefix: attended to by itself (cascade)                         never
+    condition                     what FA3 would choose                   what this module passes instead
+    at most 64 rows (queries x    a tile of 96 keys instead of 192 (FP8,  max_seqlen_q of at least 256, which is only
+      heads per key head)           head size 128), or of 192 instead of    an upper bound: the lengths come from
+                                    128 (BF16, head size 64)                cu_seqlens_q
+    a single query                no causal mask, and other tiles for     the same max_seqlen_q
+                                    BF16 with head size 64
+    a sliding window of at least  no window, and so not the tile for      max_seqlen_k of the engine's max_model_len,
+      max_seqlen_k tokens           windows (head size 256: 64 keys, but    or of the longest sequence if that is
+                                    80 or 128 without a window)             longer
+    no page table, or pages that  other kernels, some with wider tiles    a table of pages of the engine's size, for
+      consist of whole tiles                                                the trainer's sequences, too
+    few queries over many keys    splits of the keys, added up at the     num_splits=1, no scheduler metadata
+                                    end
+    a common prefix in the batch  a call for the prefix alone (cascade)   False from `use_cascade_attention`
 
-So the trainer's packed sequences are written into pages, one after another, by the operator that writes the engine's
-cache, and q is rounded by the engine's own layer. On Ada and Blackwell vLLM attends with a Triton kernel that keeps no
-log-sum-exp; `engine_invariance.require_cuda_kernels` refuses them.
+A trainer has no KV cache. `PackedAttention` therefore writes its packed sequences into pages, with the operator that
+writes the engine's cache, and rounds q with the engine's own layer. On Ada and Blackwell vLLM attends with a Triton
+kernel that keeps no log-sum-exp; `engine_invariance.require_cuda_kernels` refuses those GPUs.
 
 Shape letters: N tokens of all sequences, R sequences, H query heads, G key heads, D head size, P pages of S slots.
 """
@@ -46,7 +52,7 @@ from trl_fp8.quantization.codec.e4m3 import E4M3
 from .followed_attention import pages_of
 
 
-QUERIES = 256  # more rows than any tile has
+MIN_MAX_SEQLEN_Q = 256  # more rows than any tile has, so a batch never looks small
 SPLITS = 1
 
 
@@ -61,18 +67,18 @@ def invariant_attention() -> Iterator[None]:
 
 
 class InvariantFlashAttention(FlashAttentionBackend):
-    """vLLM's backend with the arguments in the table above."""
+    """vLLM's FlashAttention backend with the arguments in the table above."""
 
     get_impl_cls = staticmethod(lambda: InvariantFlashAttentionImpl)
     get_builder_cls = staticmethod(lambda: InvariantMetadataBuilder)
 
 
 class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Builds metadata that depends on the lengths in a batch, and on nothing else of it."""
+    """Builds metadata with the arguments in the table above."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.aot_schedule = False  # its tensors depend on max_seqlen_q and max_seqlen_k
+        self.aot_schedule = False  # no scheduler metadata: it depends on both max_seqlens
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -81,7 +87,7 @@ class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
         return replace(
             metadata,
             max_num_splits=SPLITS,
-            max_query_len=max(metadata.max_query_len, QUERIES),
+            max_query_len=max(metadata.max_query_len, MIN_MAX_SEQLEN_Q),
             max_seq_len=self.model_config.max_model_len,
         )
 
@@ -90,19 +96,19 @@ class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 class InvariantFlashAttentionImpl(FlashAttentionImpl):
-    """vLLM's implementation. `ValueError` unless it is version 3, for a decoder without sinks."""
+    """vLLM's implementation, restricted to what `PackedAttention` also computes; else `ValueError`."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.max_model_len = get_current_vllm_config().model_config.max_model_len  # as in the builder
-        unknown = {
+        self.max_model_len = get_current_vllm_config().model_config.max_model_len  # the builder's max_seq_len
+        refused = {
             f"FlashAttention {self.vllm_flash_attn_version}": self.vllm_flash_attn_version != 3,
             f"{self.attn_type} attention": self.attn_type != AttentionType.DECODER,
             "KV sharing between layers": self.kv_sharing_target_layer_name is not None,
             "attention sinks": self.sinks is not None,
             "a context split over ranks": self.dcp_world_size > 1,
         }
-        names = [name for name, is_used in unknown.items() if is_used]
+        names = [name for name, is_used in refused.items() if is_used]
         if names:
             raise ValueError(
                 f"fp8_forward='one_forward': the engine would run {', '.join(names)} in this model (head size "
@@ -111,7 +117,7 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
 
 
 class PackedAttention:
-    """Attention of one layer, as the engine's prefill and its decode compute it; see `engine.kernels.Attention`."""
+    """Attention of one layer with the kernel of the engine's prefill and decode; see `engine.kernels.Attention`."""
 
     def __init__(self, layer: Attention):
         if not isinstance(layer.impl, InvariantFlashAttentionImpl):
@@ -119,7 +125,8 @@ class PackedAttention:
                 f"the engine attends with {type(layer.impl).__name__}, expected InvariantFlashAttentionImpl: prefill "
                 "and decode may run different kernels. Start the engine with a SharedKernelsPart."
             )
-        self._layer, impl = layer, layer.impl
+        self._layer = layer
+        impl = layer.impl
         self.scaling: float = impl.scale
         self.window: int | None = impl.sliding_window[0] + 1 if impl.sliding_window[0] >= 0 else None
         self.softcap: float | None = impl.logits_soft_cap or None
@@ -127,29 +134,34 @@ class PackedAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scales: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        layer, impl = self._layer, self._layer.impl
+        layer = self._layer
+        impl = layer.impl
         if layer.kv_cache_dtype.startswith("fp8") != (scales is not None):
             raise RuntimeError(f"scales {scales} for a layer whose KV cache is {layer.kv_cache_dtype!r}.")
-        pages = pages_of(starts, longest, len(query), layer.kv_cache.shape[2])
-        # Pages `[P, S, G, D]` as in the engine's cache. Zeros: slots behind a sequence's end have weight 0, but
-        # 0 times NaN is NaN
+        page_size = layer.kv_cache.shape[2]
+        pages = pages_of(starts, longest, len(query), page_size)
+        # Pages `[P, S, G, D]` as in the engine's cache. They start as zeros, because slots behind a sequence's end
+        # have weight 0, and 0 times a NaN in uninitialized memory would be NaN
         dtype = key.dtype if scales is None else torch.uint8
-        caches = [key.new_zeros(pages.count, pages.slots, *key.shape[1:], dtype=dtype) for _ in "kv"]
+        shape = pages.count, pages.slots, *key.shape[1:]
+        caches = [key.new_zeros(shape, dtype=dtype), key.new_zeros(shape, dtype=dtype)]
+        # The operator needs scales also for a BF16 cache, where it does not read them
         k_scale, v_scale = (layer._k_scale, layer._v_scale) if scales is None else scales[1:]
         reshape_and_cache_flash(key, value, *caches, pages.slots_N, layer.kv_cache_dtype, k_scale, v_scale)
-        seen, descale = query, {}
+        kernel_query = query
+        descale = {}
         if scales is not None:
-            seen = layer.query_quant(query.flatten(1), scales[0])[0].view(query.shape)
+            kernel_query = layer.query_quant(query.flatten(1), scales[0])[0].view(query.shape)
             caches = [cache.view(E4M3) for cache in caches]
-            shape = len(starts) - 1, key.shape[1]
-            descale = {f"{name}_descale": scale.expand(shape) for name, scale in zip("qkv", scales, strict=True)}
+            by_head = [scale.expand(len(starts) - 1, key.shape[1]) for scale in scales]
+            descale = dict(zip(("q_descale", "k_descale", "v_descale"), by_head, strict=True))
         output, lse_HN = flash_attn_varlen_func(
-            q=seen,
+            q=kernel_query,
             k=caches[0],
             v=caches[1],
             out=torch.empty_like(query),
             cu_seqlens_q=starts,
-            max_seqlen_q=max(longest, QUERIES),
+            max_seqlen_q=max(longest, MIN_MAX_SEQLEN_Q),
             seqused_k=starts.diff(),
             max_seqlen_k=max(longest, impl.max_model_len),
             softmax_scale=impl.scale,
@@ -164,6 +176,10 @@ class PackedAttention:
         )
         if scales is None:
             return output, lse_HN, (query, key, value)
-        codes = [seen, *(cache.view(torch.uint8).flatten(0, 1)[pages.slots_N].view(E4M3) for cache in caches)]
+        # k and v as the cache has them, back in the order of the tokens
+        codes = [kernel_query]
+        for cache in caches:
+            slots = cache.view(torch.uint8).flatten(0, 1)
+            codes.append(slots[pages.slots_N].view(E4M3))
         rounded = [code.to(query.dtype) * scale for code, scale in zip(codes, scales, strict=True)]
         return output, lse_HN, tuple(rounded)

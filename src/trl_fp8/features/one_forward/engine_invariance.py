@@ -1,25 +1,25 @@
-"""Settings of vLLM that let a trainer share an engine's kernels: no compiler fuses them, no batch changes a row.
+"""Settings of vLLM under which a trainer can share an engine's kernels: unfused and batch invariant.
 
-`SeparateKernels` keep the compiler from fusing kernels. Batch invariance means that a kernel gives a row
-the same bits whatever rows are beside it. On CPU the reference kernels do so. On CUDA vLLM's switch does for most
-kernels (gpu/NOTES.md): unquantized linears, the output head, routers and experts then run Triton kernels. It
-leaves three things to this file and engine_flash_attention.py:
+`SeparateKernels` keeps the compiler from fusing kernels. Batch invariance means that a kernel gives a row the same
+bits whatever other rows are in the batch. On CPU the reference kernels are batch invariant. On CUDA vLLM has a switch
+(VLLM_BATCH_INVARIANT), which covers most kernels (gpu/NOTES.md): unquantized linear layers, the output head, routers
+and experts then run Triton kernels. It leaves three things to this package: attention (engine_flash_attention.py),
+norms and tiles.
 
-Norms. vLLM's CUDA kernel adds up a row in another order from 256 tokens on, and with a residual vLLM runs yet another
-kernel. Its Triton kernel for batch invariance runs one program for each row. It computes both operations here:
+Norms. vLLM's CUDA kernel adds up a row in another order from 256 tokens on, and for a norm with a residual vLLM runs
+another kernel. vLLM's batch-invariant Triton kernel runs one program for each row. This module uses it for both norms:
 
-    rms_norm(x)                     the kernel
-    fused_add_rms_norm(x, r)        s = x + r, rounded to BF16; the kernel on s          returns both
+    rms_norm(x)                     return kernel(x)
+    fused_add_rms_norm(x, r)        s = x + r, rounded to BF16; return kernel(s), s
 
-A trainer adds the residual itself, in BF16, and calls the norm alone, which gives the same bits.
+A trainer adds the residual itself, in BF16, and calls rms_norm, which gives the same bits.
 
-Tiles of Triton kernels are chosen by a weight's shape, never by the number of rows: a tile with another number of rows
-uses another instruction of the tensor cores, and no manual says that two of these add up in the same order. vLLM 0.31
-chooses otherwise for output heads and for FP8 linears of some shapes, and slowly for narrow weights and FP8 experts.
-No tile is fast both for one row and for thousands; each tile below says which it is for. The functions replace vLLM's
-for good: an engine calls them for as long as it lives. Without batch invariance they return what vLLM's return.
-
-Attention: engine_flash_attention.py.
+Tiles. This module chooses the tiles of Triton kernels by a weight's shape, never by the number of rows. A tile with
+another number of rows uses another instruction of the tensor cores, and no manual says that two instructions add up in
+the same order. vLLM 0.31 chooses by the number of rows for output heads and some FP8 linear layers, and its tiles for
+narrow weights and FP8 experts are slow. No tile is fast both for one row and for thousands, so a comment at each tile
+below says which it is for. These functions replace vLLM's permanently, because an engine calls them as long as it
+lives. Without batch invariance they return what vLLM's functions return.
 """
 
 import os
@@ -40,7 +40,7 @@ from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from trl_fp8.engine.vllm.environment import environment_kept
+from trl_fp8.engine.vllm.environment import environment_restored
 from trl_fp8.engine.vllm.platform import SeparateKernels
 from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.messages import listed
@@ -49,18 +49,19 @@ from trl_fp8.upstream.vllm import forget_choices
 
 
 SWITCH = "VLLM_BATCH_INVARIANT"
-# A router's kernels for few tokens, and cuBLAS, which may split the sum
+# Attributes of vLLM's router that allow kernels for few tokens, or cuBLAS, which may split a sum
 ROUTER_KERNELS = "allow_ll_bf16_gemm", "allow_fp32_router_gemm", "allow_bf16x3_router_gemm", "allow_cublas_router_gemm"
 PROVIDER = "trl_fp8"
 OPERATOR = "trl_fp8_rms_norm"  # opaque to the compiler, which would otherwise fuse a norm with its neighbours
-# A weight `[N, K]` with at most so many rows is narrow: the A of an adapter, a router. In tiles of 128 columns at most
-# four programs would compute it, each over all of K, and 128 of 132 processors would wait
+# A weight `[N, K]` is narrow if N is at most this: the A of an adapter, or a router. In vLLM's tiles of 128 columns at
+# most four programs would compute its output, each over all of K, and 128 of a GPU's 132 processors would be idle
 NARROW = 512
-# One row of tiles for a batch of 16. A program that decodes waits for memory: five stages keep four loads under way,
-# and twice vLLM's step of K halves the number of waits. This takes 49 KiB of shared memory, in BF16 and in FP32
+# For decodes: a batch of 16 tokens is one row of tiles. When a program decodes, it mostly waits for memory. So five
+# stages keep four loads in flight, and `linear_tile` doubles vLLM's step along K, which halves the number of waits.
+# The tile takes 49 KiB of shared memory, in BF16 and in FP32
 NARROW_TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "num_warps": 4, "num_stages": 5}
-# vLLM's own choice for FP8 experts from 65 tokens on, with half of K's step for BF16. It is fast for prefills and the
-# trainer. A decode reads all weights of an expert for a few tokens, in any tiles
+# For prefills and the trainer: vLLM's own choice for FP8 experts from 65 tokens on, with half the step along K for
+# BF16. A decode waits for the experts' weights in any tile
 EXPERTS_TILE = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32, "SPLIT_K": 1}
 EXPERTS_TILE |= {"num_warps": 4, "num_stages": 3}
 
@@ -70,9 +71,9 @@ class Invariance:
     """The settings of one platform.
 
     Attributes:
-        kernels: The operations that are kernels of their own.
-        attention: The backend with one kernel for all batches; None: the only one of the platform.
-        switch: vLLM's switch for batch invariance has to be on.
+        kernels: The operations that the compiler must not fuse.
+        attention: The attention backend that has one kernel for all batches; None if the platform has only one.
+        switch: Whether vLLM's switch for batch invariance has to be on.
     """
 
     kernels: SeparateKernels
@@ -85,8 +86,8 @@ class Invariance:
         return self.kernels.arguments() | attention
 
     def require(self, config: VllmConfig) -> None:
-        """Raise `ValueError` naming the settings of a running engine that run other kernels."""
-        found = self.kernels.undone(config)
+        """Raise `ValueError` with the settings of a running engine that make it run other kernels."""
+        found = self.kernels.violated_by(config)
         backend = config.attention_config.backend
         if self.attention and backend and backend.name != self.attention:
             found.append(f"attention_backend={backend.name!r}")
@@ -100,7 +101,7 @@ class Invariance:
             )
 
 
-# With its custom operation of RMS norms, vLLM's switch would go around the providers
+# "rms_norm": False, because with vLLM's custom operation the switch would bypass the provider of norms
 CUDA = Invariance(
     SeparateKernels(
         norms=PROVIDER,
@@ -118,13 +119,14 @@ def invariant_on_cuda() -> Iterator[None]:
 
     register_cuda_norms()
     pin_tiles()
-    # vLLM's switch also calls `init_batch_invariance`. It is left out here, because it changes the whole
-    # process, the trainer too: NCCL gets one channel and one thread, and softmax, mean and bmm of torch are replaced.
-    # An engine on one rank does not communicate, and calls none of these functions. One part of it is done here: it
-    # switches ahead-of-time compilation off. A user's own setting of the switch stays; `Invariance.require` names it
+    # With the switch, vLLM also calls `init_batch_invariance`, which is replaced here, because it changes the
+    # trainer's process: NCCL gets one channel and one thread, and softmax, mean and bmm of torch are replaced. An
+    # engine on one rank does not communicate, and calls none of these functions. `init_batch_invariance` also switches
+    # ahead-of-time compilation off, which the setting below does. If the user has set the switch to 0, it stays 0, and
+    # `Invariance.require` raises
     settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
     with (
-        environment_kept(settings),
+        environment_restored(settings),
         invariant_attention(),
         substituted(batch_invariant, "init_batch_invariance", lambda: None),
     ):
@@ -133,7 +135,7 @@ def invariant_on_cuda() -> Iterator[None]:
 
 
 def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], flash_attention: int | None) -> None:
-    """Raise `ValueError` for a model (by its text config) or a GPU whose kernels a trainer cannot share."""
+    """Raise `ValueError` if a trainer cannot share the kernels of a model on this GPU. `config` is the text config."""
     compiled = family_of(config.model_type).compiled_on_cuda
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
         compiled = "rotary embedding (longrope) with what is around it"
@@ -146,7 +148,7 @@ def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], 
         major, minor = capability
         raise ValueError(
             f"fp8_forward='one_forward' on a GPU of compute capability {major}.{minor}: vLLM attends with TRITON_ATTN "
-            "there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not read. "
+            "there, whose kernel keeps no log-sum-exp for the trainer's backward. "
             "On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
         )
 
@@ -167,16 +169,16 @@ def require_invariant_routers(model: nn.Module) -> None:
 
 
 def register_cuda_norms() -> None:
-    """Register both norms with vLLM's tables of implementations. Idempotent."""
+    """Register both norms as implementations by the provider `PROVIDER`, in vLLM's tables. Idempotent."""
     if PROVIDER in ir.ops.rms_norm.impls:
         return
-    direct_register_custom_op(OPERATOR, _whole_rows, fake_impl=lambda x, weight, epsilon: x.new_empty(x.shape))
+    direct_register_custom_op(OPERATOR, _norm_rows, fake_impl=lambda x, weight, epsilon: x.new_empty(x.shape))
     on_gpu = torch.version.cuda is not None
     ir.ops.rms_norm.register_impl(PROVIDER, supported=on_gpu)(_rms_norm)
     ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supported=on_gpu)(_add_rms_norm)
 
 
-def _whole_rows(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+def _norm_rows(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     return rms_norm_batch_invariant(x, weight, epsilon)
 
 
@@ -196,17 +198,18 @@ def _add_rms_norm(
     return _rms_norm(x_residual, weight, epsilon, variance_size), x_residual
 
 
-@cache  # once for a process
+@cache  # runs once in a process
 def pin_tiles() -> None:
-    """Replace vLLM's choices of tiles, for good."""
+    """Replace vLLM's choices of tiles permanently."""
     patch(batch_invariant, "_get_matmul_config", linear_tile)
     patch(fused_moe, "get_default_config", _while_invariant(experts_tile, fused_moe.get_default_config))
+    # Without a table of tiles by number of rows, vLLM takes one default tile
     no_table = _while_invariant(lambda *shape: None, fp8_utils.get_w8a8_block_fp8_configs)
     patch(fp8_utils, "get_w8a8_block_fp8_configs", no_table)
 
 
 def linear_tile(M: int, N: int, K: int, dtype: torch.dtype, default: dict[str, int]) -> dict[str, int]:
-    """Return the tile for an unquantized weight `[N, K]`; `default` is vLLM's tile. The compiler traces this."""
+    """Return the tile for an unquantized weight `[N, K]`. `default` is vLLM's tile. torch.compile traces this."""
     if N > NARROW:
         return default
     return default | NARROW_TILE | {"BLOCK_SIZE_K": 2 * default["BLOCK_SIZE_K"]}
@@ -219,7 +222,7 @@ def experts_tile(
 
 
 def _while_invariant(pinned: Callable, otherwise: Callable) -> Callable:
-    """Return a function that calls `pinned` while vLLM is batch invariant, else vLLM's own."""
+    """Return a function that calls `pinned` while vLLM is batch invariant, and vLLM's function `otherwise`."""
 
     @wraps(otherwise)
     def choose(*args, **kwargs):

@@ -1,7 +1,7 @@
 """The kernels of a vLLM engine, as a policy calls them, and the `EnginePart` that provides them.
 
-Each call runs the engine's own module, its kernel, on its tensors. Modules are found by the tensors that a sync writes
-to them (`Layout`), and so by the policy's own names.
+Each call runs the engine's own module, with its kernel, on its tensors. The policy asks for modules by its own names.
+They are found in the `Layout`, which knows the module of each tensor that a sync writes.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,14 +41,14 @@ from .followed_reference import ReferenceWeights
 
 HEAD = "lm_head"
 NORMS = layernorm.RMSNorm, layernorm.GemmaRMSNorm, commandr.LayerNorm
-# Largest mean |log-prob difference| of a trainer that calls the same kernels. On CPU reductions in FP64 have one
-# result, whatever the batch, and both sides compute log-softmax in FP32. The bound of CUDA is a third of what BF16
-# rollouts leave at 2 layers, and has not been measured
+# Bound of the mean |log-prob difference| for a trainer that calls the same kernels. On CPU reductions in FP64 have the
+# same result in any batch, and both sides compute log-softmax in FP32. The bound for CUDA is a third of the mismatch
+# of BF16 rollouts of a model with 2 layers; no run on a GPU has tested it
 MISMATCH_BOUNDS = {"cpu": 1e-5, "cuda": 1e-3}
 
 
 def without_gradients(call: Callable) -> Callable:
-    """Return `call` without gradients and without autocast, as an engine runs."""
+    """Return a function that calls `call` without gradients and without autocast, as an engine does."""
 
     @wraps(call)
     def called(*args, **kwargs):
@@ -63,7 +63,7 @@ class EngineLinear:
     """A linear layer of the engine, see `engine.kernels.Linear`."""
 
     def __init__(self, module: nn.Module, layout: Layout, spec: FormatSpec, layers: dict[str, str]):
-        """Wrap `module`; `layers` maps the policy's names of the layers that it computes to the engine's."""
+        """Wrap `module`; `layers` maps the policy's name of each layer that it computes to the engine's name."""
         self._module, self._layout, self._format, self._names = module, layout, spec, layers
         self.layers = tuple(layers)
 
@@ -79,12 +79,16 @@ class VLLMKernels:
     """The kernels of one engine, see `engine.kernels.EngineKernels`."""
 
     def __init__(self, model: nn.Module, layout: Layout, recipe: FP8Recipe, attention: Callable, tokens: int):
-        """Find the kernels of `model`. `attention` makes an `engine.kernels.Attention` of a layer; the engine has room
-        for `tokens` tokens at once.
+        """Find the kernels of `model`.
+
+        Args:
+            attention: Makes an `engine.kernels.Attention` from a layer of vLLM's.
+            tokens: The largest number of tokens that the engine's experts can compute in one call.
         """
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
         text = model.get_language_model() if supports_multimodal(model) else model
-        self._head = getattr(text, HEAD, None) or text.model.embed_tokens  # families that are always tied have none
+        # Families whose head is always tied to the embedding have no module for the head
+        self._head = getattr(text, HEAD, None) or text.model.embed_tokens
         self._layers = attention_layers(model)
         self._attend = cache(lambda number: attention(self._layers[number]))
         self._modules = dict(model.named_modules())
@@ -94,19 +98,21 @@ class VLLMKernels:
     def linear(self, layer: str) -> EngineLinear:
         module = self._head if layer == HEAD else self._module(layer)
         if module not in self._linears:
-            layers = {HEAD: HEAD}
+            layers = {HEAD: HEAD}  # the policy's name -> the engine's
             if layer != HEAD:
-                pieces = self._layout.pieces.values()
-                weights = [piece.name for piece in pieces if piece.module is module and piece.attribute == "weight"]
-                names = [weight.removesuffix(".weight") for weight in weights]
-                layers = {self._recipe.linears[name]: name for name in names}
+                layers = {}
+                for piece in self._layout.pieces.values():
+                    if piece.module is module and piece.attribute == "weight":
+                        name = piece.name.removesuffix(".weight")
+                        layers[self._recipe.linears[name]] = name
             self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
         return self._linears[module]
 
     def reads(self, piece: Piece) -> bool:
-        """Return whether a trainer that calls these kernels computes with this part of the engine.
+        """Return whether a trainer that calls these kernels reads this tensor of the engine.
 
-        It does with all but embeddings, which it looks up in its own weight. A head that is tied to them is called.
+        It reads all but the embedding, because it looks embeddings up in its own weight. If the head is tied to the
+        embedding, it reads that, too.
         """
         return not isinstance(piece.module, VocabParallelEmbedding) or piece.parameter is self._head.weight
 
@@ -132,7 +138,7 @@ class VLLMKernels:
         rotary = self._rotary(layer)
         if rotary is None:
             raise self._unknown(f"the rotary embedding of layer {layer}", None)
-        # CUDA's kernel writes where it reads
+        # Clone, because CUDA's kernel writes its output into its arguments
         return without_gradients(lambda positions, query, key: rotary(positions, query.clone(), key.clone()))
 
     def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -143,7 +149,7 @@ class VLLMKernels:
         attention = self._names[self._layers[layer]].rpartition(".")[0]
         return getattr(self._modules[attention], "rotary_emb", None)
 
-    def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
+    def reference_activation(self, mlp: str, gate_up: Tensor) -> Tensor | None:
         act = getattr(self._modules.get(self._recipe.engine_name(mlp)), "act_fn", None)
         return act.forward_native(gate_up) if isinstance(act, CustomOp) else None
 
@@ -178,9 +184,9 @@ class VLLMKernels:
         @without_gradients
         def compute(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             ids = chosen.to(experts.quant_method.topk_indices_dtype or torch.int32)
-            parts = zip(*(each.split(self._tokens) for each in (x, weights.float(), ids)), strict=True)
-            # The concatenation copies: on CUDA an output is memory that the next call overwrites
-            return torch.cat([experts.forward_modular(*part) for part in parts])
+            tensors = x.split(self._tokens), weights.float().split(self._tokens), ids.split(self._tokens)
+            # On CUDA the next call overwrites the memory of an output, so `cat` has to copy, also a single part
+            return torch.cat([experts.forward_modular(*part) for part in zip(*tensors, strict=True)])
 
         return compute
 
@@ -190,12 +196,12 @@ class VLLMKernels:
 
     @contextmanager
     def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> Iterator[None]:
-        def noted(layers: tuple[str, ...], module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+        def hook(layers: tuple[str, ...], module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
             note(layers, args[0], output[0] if isinstance(output, tuple) else output)
 
         with ExitStack() as handles:
-            for module, call in self._linears.items():
-                handles.enter_context(module.register_forward_hook(partial(noted, call.layers)))
+            for module, linear in self._linears.items():
+                handles.enter_context(module.register_forward_hook(partial(hook, linear.layers)))
             yield
 
     def _module(self, name: str) -> nn.Module:
@@ -206,9 +212,11 @@ class VLLMKernels:
         return piece.module
 
     def _inside(self, name: str, kind: type[nn.Module]) -> nn.Module:
+        """Return the module of class `kind` inside the engine's module `name`."""
         return next(each for each in self._model.get_submodule(name).modules() if isinstance(each, kind))
 
     def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
+        """Return the error for a module of the policy for which the engine has `found`."""
         what = "nothing" if found is None else f"a {type(found).__name__}"
         return ValueError(
             f"fp8_forward='one_forward': for {name} of a policy of type {self._recipe.model_type!r} the engine has "
@@ -242,7 +250,7 @@ class CPUAttention:
 
 
 class KernelsPart(EnginePart):
-    """Provides the kernels of an engine, to be compared with the policy or called by it."""
+    """Provides the kernels of an engine, for a policy that calls them or is compared with them."""
 
     def ready(self, generation: Generation) -> None:
         if generation.platform.name == "cuda":
@@ -255,10 +263,10 @@ class KernelsPart(EnginePart):
 
 
 class SharedKernelsPart(KernelsPart):
-    """Starts an engine with kernels that a trainer can share, and provides these."""
+    """Starts an engine whose kernels a trainer can share, and provides them."""
 
     batch_invariant = True
-    mismatch_bound: float  # of `MISMATCH_BOUNDS`, from `started` on
+    mismatch_bound: float  # one of `MISMATCH_BOUNDS`; `started` sets it
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
         if platform.name == "cuda":
@@ -275,17 +283,17 @@ class SharedKernelsPart(KernelsPart):
         generation.llm.share_weights()
 
     def reference_weights(self, generation: Generation, model: nn.Module) -> ReferenceWeights:
-        """Return the weights of the reference `model`, in the form of the engine.
+        """Return the weights of the reference `model`, in the form in which the engine stores weights.
 
-        `model` is a copy of the policy, or the policy itself with its adapters disabled, or those of the reference
-        active, during each pass of the reference.
+        `model` is either TRL's copy of the policy, or the policy itself. During each pass of the reference, the
+        policy's adapters are then disabled, or TRL's copy of the adapters is active.
         """
         weights, layout, replicas = generation.weights, generation.engine.layout, generation.replicas
         frozen = {name for part in generation.delivery.frozen for name in part.layout.names}
         pieces = [piece for piece in layout.pieces.values() if isinstance(piece.parameter, nn.Parameter)]
         read = layout.part({piece.name for piece in pieces if self.kernels.reads(piece)} - frozen)
         names = frozenset(read.names)
-        part = TensorGroup(read, partial(weights.reference, model, names), one_by_one=weights.one_by_one(model))
+        part = TensorGroup(read, partial(weights.reference, model, names), one_by_one=weights.yields_one_by_one(model))
         parameters = partial(weights.parts_of_reference, model, names)
         return ReferenceWeights(generation.delivery, part, parameters, replicas and replicas.reduce_max)
 

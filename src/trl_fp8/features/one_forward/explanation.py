@@ -1,24 +1,31 @@
-"""The feature that splits the mismatch into what the engine's number formats explain and what they do not.
+"""The feature that splits the mismatch into a part that the engine's number formats explain, and other parts.
 
-    trainer's log-probs
-        <- scoring ->      the policy's forward, in evaluation mode and by TRL's own method
-        <- explained ->    the engine's kernels on the policy's weights
-        <- unexplained ->  rollouts
+Each part is the k3 between two of four sets of log-probs of the rollouts, which stand one below another:
 
-On the first rollouts and every `explain_mismatch_steps` steps the policy makes two more passes over them: by itself,
-and following the engine, as with one forward. Two faults would hide if the second took what the engine holds for
-granted, so both are looked for:
+    the trainer's
+        <- scoring ->
+    of the policy's own forward, in evaluation mode and by TRL's own method
+        <- explained ->
+    of the engine's kernels on the policy's weights
+        <- unexplained ->
+    the engine's, from the rollouts
 
-    rollouts of other weights      the policy is sent once more before the pass, and its arrival proven
-    a sync that sends other ones   each module is compared with its own forward (witness.py). If rounding does not
-                                   explain a difference, all of the mismatch is unexplained
+On the first rollouts and every `explain_mismatch_steps` steps the policy scores the rollouts twice more: by its own
+forward, and following the engine as with one forward. If the engine held other weights than the policy, the second
+pass would compute with these, too, and hide the fault. So two faults are excluded:
 
-A policy that follows anyway (`fp8_forward="one_forward"`) needs no pass: its whole mismatch is unexplained. There, and
-with `router_replay="rollout"`, scoring is not measured. The parts are a k3 each, and do not add up exactly.
+    the rollouts came from other weights   the weights are sent once more before the pass, and an audit proves that
+                                           they arrived
+    syncs send other weights               each module is compared with its own forward (same_model.py). If rounding
+                                           does not explain a difference, the whole mismatch counts as unexplained
+
+With `fp8_forward="one_forward"` the trainer's log-probs already come from the engine's kernels, so no pass is needed
+and the whole mismatch is unexplained. Scoring is not measured there, nor with `router_replay="rollout"`. The three k3
+do not add up exactly to the k3 of the mismatch.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from accelerate.logging import get_logger
@@ -30,20 +37,12 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.hook import hooked
 from trl_fp8.policy.swapped import scored_by
 from trl_fp8.recipe.messages import listed
-from trl_fp8.run.batch import (
-    COMPLETION_IDS,
-    COMPLETION_MASK,
-    PROMPT_IDS,
-    Batch,
-    log_ratio,
-    mean_of,
-    values_of,
-)
+from trl_fp8.run.batch import COMPLETION_IDS, COMPLETION_MASK, PROMPT_IDS, Batch, log_ratio, mean_of, values_of
 from trl_fp8.run.feature import Feature, as_rollouts_saw
 
 from .followed_head import followed_head
 from .followed_linear import BackwardPrecision
-from .forward_flags import replaced_forward
+from .forward_flags import forward_replacing_flags
 from .one_forward import OneForward, require_followable
 from .same_model import SHOWN, compare_modules
 from .unexplained import EXPLAINED, SCORING, UNEXPLAINED, explained_note, mismatch_warnings
@@ -59,15 +58,15 @@ class Explanation(Feature):
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        self.passes = 0  # of a policy that follows
-        self._obstacle: str | None = None
+        self.passes = 0  # number of passes in which the policy followed the engine
+        self._obstacle: str | None = None  # why there are no explanations
         self._latest: int | None = None  # step of the latest explanation
-        self._noted: set[str] = set()
-        self._state: object | None = None  # of the trainer, one for each call of `train`
+        self._noted: set[str] = set()  # metrics of which a warning or note was printed
+        self._state: object | None = None  # the trainer's state, a new one for each call of `train`
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         self._kernels = kernels
-        if self.trainer.args.one_forward:
+        if self.trainer.args.policy_calls_engine:
             return
         self._obstacle = obstacle(self.trainer, numerics, kernels)
         if self._obstacle is None:
@@ -85,17 +84,21 @@ class Explanation(Feature):
     def extend_batch(self, batch: Batch) -> None:
         trainer, ratio = self.trainer, batch.ratio
         if trainer.state is not self._state:  # another call of `train`, whose steps count from 0
-            self._state, self._latest, self._noted = trainer.state, None, set()
+            self._state = trainer.state
+            self._latest, self._noted = None, set()
         step = trainer.state.global_step
-        waits = self._latest is not None and step - self._latest < trainer.args.explain_mismatch_steps
-        if self._obstacle is not None or ratio is None or not trainer.model.training or waits:
+        is_early = self._latest is not None and step - self._latest < trainer.args.explain_mismatch_steps
+        if self._obstacle is not None or ratio is None or not trainer.model.training or is_early:
             return
         self._latest = step
-        differences, plain_BT, logps_BT = [], ratio.trainer_BT, ratio.trainer_BT
-        pairs = {}
-        if not trainer.args.one_forward:
+        plain_BT = ratio.trainer_BT  # log-probs of the policy's own forward
+        logps_BT = ratio.trainer_BT  # log-probs of the engine's kernels
+        differences: list[str] = []
+        pairs = {}  # metric -> the log-probs whose k3 it is
+        if not trainer.args.policy_calls_engine:
             trainer.vllm_generation.send_weights()
-            if getattr(trainer.args, "router_replay", "off") != "rollout":  # else the trainer takes other experts
+            # With this replay the trainer uses other experts than a pass that is not replayed
+            if getattr(trainer.args, "router_replay", "off") != "rollout":
                 plain_BT = self._plainly_scored(batch)
                 pairs[SCORING] = ratio.trainer_BT, plain_BT
             with self._followed() as (hook, forward):
@@ -103,8 +106,9 @@ class Explanation(Feature):
                     logps_BT = self._scored(batch)
                 differences = compare_modules(trainer, self._kernels, hook, forward).findings.lines()
             self.passes += 1
-        differs = trainer.accelerator.reduce(torch.tensor(float(len(differences)), device=logps_BT.device)) > 0
-        if differs:
+        count = torch.tensor(float(len(differences)), device=logps_BT.device)
+        is_other_model = trainer.accelerator.reduce(count) > 0
+        if is_other_model:  # make the explained part 0
             logps_BT = plain_BT
         pairs[EXPLAINED] = plain_BT, logps_BT
         pairs[UNEXPLAINED] = logps_BT, ratio.rollout_BT
@@ -114,10 +118,10 @@ class Explanation(Feature):
             metrics[name] = mean_of(*trainer.accelerator.gather(parts).view(-1, 2).sum(0).tolist())
         batch.metrics |= metrics
         named = listed(differences, SHOWN, "\n  ") or "modules on another rank"
-        self._report(values_of(metrics), named if differs else "")
+        self._report(values_of(metrics), named if is_other_model else "")
 
     def _report(self, values: dict[str, float], differences: str) -> None:
-        """Warn of an unexplained part, and say what lowers a large explained one, each once a run."""
+        """Warn of unexplained parts, and print a note on a large explained part. Each is printed once a run."""
         for name, text in mismatch_warnings(values).items():
             if name not in self._noted:
                 self._noted.add(name)
@@ -141,7 +145,7 @@ class Explanation(Feature):
 
     @contextmanager
     def _followed(self) -> Iterator[tuple]:
-        """Let the policy compute as its engine inside the block, without gradients and dropout."""
+        """Let the policy follow the engine inside the block, without gradients and dropout."""
         trainer = self.trainer
         backward = BackwardPrecision(format=trainer.recipe.format, scale_format=trainer.recipe.scale_format)
         with hooked(trainer.model) as hook, self._evaluating():
@@ -152,32 +156,31 @@ class Explanation(Feature):
                 forward.remove()
 
     def _plainly_scored(self, batch: Batch) -> Tensor:
-        """Return log-probs `[B, T]` by the policy's own forward, with a simulated KV cache if the trainer has one."""
+        """Return log-probs `[B, T]` of the policy's own forward, with a simulated KV cache if the trainer has one."""
         trainer = self.trainer
         with hooked(trainer.model) as hook, self._evaluating(), as_rollouts_saw(trainer.features):
-            if trainer.recipe.fp8_kv_cache and not trainer.args.simulate_kv_cache:
-                with hook.as_engine(None):
-                    return self._scored(batch)
-            return self._scored(batch)
+            unsimulated = trainer.recipe.fp8_kv_cache and not trainer.args.simulate_kv_cache
+            with hook.as_engine(None) if unsimulated else nullcontext():
+                return self._scored(batch)
 
     def _scored(self, batch: Batch) -> Tensor:
-        """Return the log-probs `[B, T]` of the rollouts that the policy has now.
-
-        Through TRL's own method: under this trainer's override other features would observe the pass.
-        """
+        """Return the log-probs `[B, T]` of the rollouts, computed by the policy as it is now."""
+        # Call TRL's own method, because in this trainer's override other features would observe the pass
         trainer, tensors = self.trainer, batch.tensors
         ids = torch.cat([tensors[PROMPT_IDS], tensors[COMPLETION_IDS]], dim=1)
         mask = torch.cat([tensors["prompt_mask"], tensors[COMPLETION_MASK]], dim=1)
-        completion, size = tensors[COMPLETION_IDS].shape[1], trainer.args.per_device_train_batch_size
+        columns = tensors[COMPLETION_IDS].shape[1]
         score = trainer.trl_class()._get_per_token_logps_and_entropies
-        return score(trainer, trainer.model, ids, mask, completion, batch_size=size)[0]
+        rows = trainer.args.per_device_train_batch_size
+        return score(trainer, trainer.model, ids, mask, columns, batch_size=rows)[0]
 
 
 def obstacle(trainer, numerics: EngineNumerics, kernels: EngineKernels | None) -> str | None:
-    """Return why the policy cannot follow the engine for a pass, by flags and platform; None if nothing is known."""
+    """Return the flag or the fact of the platform because of which the policy cannot follow the engine, or None."""
     args, scaling = trainer.args, numerics.linears
     sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     truncated = getattr(args, "truncated_by", {})
+    replacing = forward_replacing_flags(args)
     other_kernels = set(args.vllm_engine_kwargs or {}) & set(OTHER_KERNELS)
     reasons = (
         (trainer.accelerator.device.type != "cpu", "on a GPU kernels are shared only by fp8_forward='one_forward'"),
@@ -195,16 +198,22 @@ def obstacle(trainer, numerics: EngineNumerics, kernels: EngineKernels | None) -
         (sharded, "the policy is sharded"),
         (args.base_in_engine, "fp8_base=True, and the policy holds no weights to compare with"),
         (truncated, f"{', '.join(truncated)} leaves tokens out of the sampling"),
-        (replaced_forward(args), f"{', '.join(replaced_forward(args))} replaces the policy's forward"),
+        (replacing, f"{', '.join(replacing)} replaces the policy's forward"),
         (args.fp16, "fp16=True, and the engine's activations are BF16"),
         (other_kernels, f"vllm_engine_kwargs has {sorted(other_kernels)}, which may choose other kernels"),
         (scaling and scaling.scope == "tensor", "the engine quantizes activations with one scale per batch"),
     )
-    return next((reason for holds, reason in reasons if holds), None)
+    for applies, reason in reasons:
+        if applies:
+            return reason
+    return None
 
 
 def k3_parts(logps_BT: Tensor, other_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of r - 1 - log r over the tokens that both score, and their number; r is of the first."""
+    """Return the sum of r - 1 - log r over the tokens that both sides score, and the number of these tokens.
+
+    log r is `logps_BT` minus `other_BT`.
+    """
     ratio = log_ratio(logps_BT, other_BT, mask_BT)
     values_BT = ratio.values_BT.double()
     return (torch.expm1(values_BT) - values_BT).sum(), ratio.scored_BT.sum().double()

@@ -1,20 +1,22 @@
 """Attention of a policy that follows an engine: the engine's kernel over packed sequences, and its backward.
 
-    forward    output, lse = engine(q, k, v)                     lse: log-sum-exp of each query's scores
+    forward    output, lse = engine(q, k, v)                     lse is the log-sum-exp of each query's scores
     backward   s = scaling * q k^T,  p = exp(s - lse)            q, k, v as the kernel rounded them
                dv = p^T do,  dp = do v^T,  ds = p * (dp - sum(p * dp))
                dq = scaling * ds k,  dk = scaling * ds^T q,  d sink = - sum(exp(sink - lse) * sum(p * dp))
 
-A head's sink is one more score of each query, without a value vector; lse includes it. The gradient is that of exact
-attention over the rounded q, k, v and is passed on unchanged to q, k, v. The backward needs lse and no second softmax.
-torch's FlashAttention computes it on a GPU, plain torch elsewhere.
+`do` is the gradient of the output. A head's sink is one more score of each query, without a value vector; lse includes
+it. The gradients are those of exact attention over the rounded q, k, v, and the rounding passes them on unchanged.
+Since lse is known, the backward needs no second softmax. On a GPU torch's FlashAttention computes the backward,
+elsewhere plain torch.
 
-An FP8 kernel also rounds p before it adds up its output, and FlashAttention's backward computes sum(p * dp) from that
-output, as output * do. That error is the same for all keys of a query: it would not average out. Where q, k, v were
-rounded, the GPU therefore computes output and lse again in BF16 for the backward.
+An FP8 kernel also rounds p before it adds up its output. FlashAttention's backward uses that output, because it
+computes sum(p * dp) as sum(do * output). The output's error would be the same for all keys of a query, and so would
+not average out. If q, k and v were rounded, a GPU therefore computes output and lse once more in BF16 for the
+backward.
 
-Shape letters: B rows, T tokens of a padded row, N tokens of all sequences, R sequences, L tokens of the longest, H
-query heads, G key heads, M = H / G, D head size, C queries of a chunk, S keys.
+Shape letters: B rows, T tokens of a padded row, N tokens of all sequences, R sequences, L tokens of the longest
+sequence, H query heads, G key heads, M = H / G, D head size, C queries of a chunk, S keys.
 """
 
 from collections.abc import Callable
@@ -29,27 +31,30 @@ from trl_fp8.engine.kernels import EngineKernels
 
 
 SINKS = "s_aux"  # transformers' keyword for attention sinks
-SCORES = 2**25  # of one chunk, in FP32 128 MiB
+SCORES = 2**25  # number of scores in one chunk of the plain backward: 128 MiB in FP32
+# (q, k, v) -> (output, lse, (rounded q, k, v))
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a padded batch, one after another, as kernels for packed sequences want them."""
+    """The sequences of a padded batch, packed one after another."""
 
-    shape: tuple[int, int]  # B, T
-    starts: Tensor  # first token of each sequence, and the end; int32 `[R + 1]`
-    longest: int  # an upper bound of their lengths
-    rows_N: Tensor | None  # indices of real tokens among B * T; None: all B * T, padding as sequences, too
+    shape: tuple[int, int]  # (B, T)
+    starts: Tensor  # index of each sequence's first token, and N at the end; int32 `[R + 1]`
+    longest: int  # an upper bound of the sequences' lengths
+    rows_N: Tensor | None  # indices of the packed tokens among B * T; None: all are packed, and padding is sequences
 
     @classmethod
     def of(cls, real_BT: Tensor | None, rows: int, length: int, device: torch.device) -> "Sequences":
-        """Return the sequences of a batch in which `real_BT` marks the tokens that are not padding; None: all.
+        """Return the sequences of a batch in which `real_BT` marks tokens that are not padding; None: there is none.
 
-        Padding is on either side of a row. To pack tokens the host has to know their number. On a GPU it would have to
-        wait for it, so there nothing is packed: the padding on each side, even if empty, is a sequence of its own.
+        Padding may be on both sides of a row. To leave it out, the host has to know the number of real tokens. On a
+        GPU the host would have to wait for that number. So on a GPU the padding stays: on each side of a row it is a
+        sequence of its own, which may be empty.
         """
-        rows_N, end = None, rows * length
+        rows_N = None
+        end = rows * length
         first_B = torch.arange(0, end, length, device=device)
         if real_BT is None:
             starts = first_B
@@ -80,7 +85,7 @@ class Sequences:
 class FollowedAttention:
     """Mixed into `OneForward`; see `policy.hook.Replacement`.
 
-    It reads no mask of transformers, because the kernel knows which tokens a query sees.
+    It ignores transformers' mask, because the kernel knows which tokens a query sees.
     """
 
     kernels: EngineKernels
@@ -115,9 +120,9 @@ def packed_attention(
 ) -> Tensor:
     """Return the output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
 
-    `engine` is called without gradients. It returns the output, lse `[H, N]` and q, k, v as it rounded them, or the
-    same objects if it rounded none. `sinks_H` are the policy's, for their gradient; the engine has its own. The other
-    arguments are those of `engine.kernels.Attention`.
+    `engine` is called without gradients. It returns the output, lse `[H, N]`, and the rounded q, k, v, which are the
+    same objects if it rounds none. `sinks_H` are the policy's, and get a gradient; the engine reads its own. The
+    other arguments are those of `engine.kernels.Attention`.
     """
     options = (starts, longest, scaling, window, softcap)
     return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, sinks_H, *options)
@@ -127,7 +132,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, query, key, value, sinks_H, starts, longest, scaling, window, softcap):
         output, lse_HN, rounded = engine(query, key, value)
-        ctx.exact = all(after is before for after, before in zip(rounded, (query, key, value), strict=True))
+        ctx.is_exact = all(after is before for after, before in zip(rounded, (query, key, value), strict=True))
         ctx.dtypes = query.dtype, key.dtype, value.dtype
         ctx.options = longest, scaling, window, softcap
         ctx.save_for_backward(*rounded, output, lse_HN, starts, sinks_H)
@@ -139,19 +144,19 @@ class _PackedAttention(torch.autograd.Function):
         *rounded, output, lse_HN, starts, sinks_H = ctx.saved_tensors
         longest, scaling, window, softcap = ctx.options
         if in_flash_attention(rounded[0], softcap):
-            softmax = (output, lse_HN) if ctx.exact else None
-            found = flash_gradients(rounded, softmax, gradient, starts, longest, scaling, window)
+            softmax = (output, lse_HN) if ctx.is_exact else None
+            dqkv = flash_gradients(rounded, softmax, gradient, starts, longest, scaling, window)
         else:
-            found = plain_gradients(rounded, lse_HN, gradient, starts, longest, scaling, window, softcap)
-        dq, dk, dv = (each.to(dtype) for each, dtype in zip(found, ctx.dtypes, strict=True))
-        of_sinks = sinks_gradient(sinks_H, lse_HN, output, gradient) if ctx.needs_input_grad[4] else None  # 4: sinks_H
-        return None, dq, dk, dv, of_sinks, None, None, None, None, None
+            dqkv = plain_gradients(rounded, lse_HN, gradient, starts, longest, scaling, window, softcap)
+        dq, dk, dv = (each.to(dtype) for each, dtype in zip(dqkv, ctx.dtypes, strict=True))
+        d_sinks = sinks_gradient(sinks_H, lse_HN, output, gradient) if ctx.needs_input_grad[4] else None  # 4: sinks_H
+        return None, dq, dk, dv, d_sinks, None, None, None, None, None
 
 
 def in_flash_attention(query: Tensor, softcap: float | None) -> bool:
-    """Return whether torch's FlashAttention has this backward: no soft cap, 16 bits, head size 8 to 256 by 8."""
-    sizes = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sizes and not softcap
+    """Return whether torch's FlashAttention has this backward: CUDA, 16 bits, no soft cap, head size 8, 16 ... 256."""
+    has_head_size = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and has_head_size and not softcap
 
 
 def flash_gradients(
@@ -163,15 +168,19 @@ def flash_gradients(
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of q, k and v by torch's FlashAttention. `softmax`: output and lse `[H, N]`, or None."""
-    lengths = (starts, starts, longest, longest, 0.0, True)  # of queries, of keys; no dropout, causal
-    seen = {"scale": scaling, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+    """Return gradients of q, k and v by torch's FlashAttention.
+
+    `softmax` is the output and lse `[H, N]` of the forward; None to compute both once more.
+    """
+    options = (starts, starts, longest, longest, 0.0, True)  # of queries, of keys; no dropout, causal
+    left = -1 if window is None else window - 1  # -1: no window
+    named = {"scale": scaling, "window_size_left": left, "window_size_right": 0}
     query = rounded[0]
-    if softmax is None:  # the engine computed with p in e4m3
-        softmax = torch.ops.aten._flash_attention_forward(*rounded, *lengths, False, **seen)[:2]
-    no_dropout = query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)
+    if softmax is None:
+        softmax = torch.ops.aten._flash_attention_forward(*rounded, *options, False, **named)[:2]
+    no_dropout = query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)  # random state
     gradient = gradient_NHD.to(query.dtype).contiguous()
-    return torch.ops.aten._flash_attention_backward(gradient, *rounded, *softmax, *lengths, *no_dropout, **seen)
+    return torch.ops.aten._flash_attention_backward(gradient, *rounded, *softmax, *options, *no_dropout, **named)
 
 
 def plain_gradients(
@@ -185,10 +194,10 @@ def plain_gradients(
     softcap: float | None,
     scores: int = SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of q, k and v, at least in FP32, with about `scores` scores in memory at a time."""
+    """Return gradients of q, k and v, in FP32 or wider. About `scores` scores are in memory at a time."""
     dtype = torch.promote_types(gradient_NHD.dtype, torch.float32)
     sequence_N, position_N = _token_places(starts, len(gradient_NHD))
-    rows_N = sequence_N * longest + position_N  # among `[R * longest]`
+    rows_N = sequence_N * longest + position_N  # of each token among `[R * L]` padded rows
     sequences = len(starts) - 1
     heads, groups = rounded[0].shape[1], rounded[1].shape[1]
 
@@ -200,26 +209,26 @@ def plain_gradients(
 
     q_RGMLD, do_RGMLD = padded(rounded[0]), padded(gradient_NHD)
     k_RGLD, v_RGLD = padded(rounded[1]).squeeze(2), padded(rounded[2]).squeeze(2)
-    lse_RGML = padded(lse_HN.t(), float("inf"))  # padding then attends to nothing
+    lse_RGML = padded(lse_HN.t(), float("inf"))  # so that p is 0 for queries that are padding
     dq, dk, dv = torch.zeros_like(q_RGMLD), torch.zeros_like(k_RGLD), torch.zeros_like(v_RGLD)
     position = torch.arange(longest, device=starts.device)
     chunk = max(1, scores // (sequences * heads * longest))
-    for start in range(0, longest, chunk):
+    for start in range(0, longest, chunk):  # queries `start .. end` of all sequences at a time
         end = min(start + chunk, longest)
-        first = 0 if window is None else max(0, start - window + 1)
-        queries, keys = slice(start, end), slice(first, end)
+        first_key = 0 if window is None else max(0, start - window + 1)  # that query `start` sees
+        queries, keys = slice(start, end), slice(first_key, end)
         distance_CS = position[queries, None] - position[keys]
         hidden_CS = (distance_CS < 0) if window is None else (distance_CS < 0) | (distance_CS >= window)
         q, do, k, v = q_RGMLD[..., queries, :], do_RGMLD[..., queries, :], k_RGLD[:, :, keys], v_RGLD[:, :, keys]
         s_RGMCS = scaling * _per_group(q, k.mT)
         if softcap:
-            bent = torch.tanh(s_RGMCS / softcap)
-            s_RGMCS = softcap * bent
+            tanh = torch.tanh(s_RGMCS / softcap)
+            s_RGMCS = softcap * tanh
         p = (s_RGMCS - lse_RGML[..., queries, None]).exp_().masked_fill_(hidden_CS, 0.0)
         dp = _per_group(do, v.mT)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         if softcap:
-            ds = ds * (1 - bent * bent)  # derivative of the soft cap
+            ds = ds * (1 - tanh * tanh)  # derivative of the soft cap
         dq[..., queries, :] = scaling * _per_group(ds, k)
         dk[:, :, keys] += scaling * ds.flatten(2, 3).mT @ q.flatten(2, 3)
         dv[:, :, keys] += p.flatten(2, 3).mT @ do.flatten(2, 3)
@@ -232,19 +241,19 @@ def plain_gradients(
 
 
 def sinks_gradient(sinks_H: Tensor, lse_HN: Tensor, output_NHD: Tensor, gradient_NHD: Tensor) -> Tensor:
-    """Return the gradient of the sinks `[H]`, with sum(p * dp) computed as output * gradient."""
+    """Return the gradient of the sinks `[H]`. It computes sum(p * dp) as sum(output * gradient)."""
     wide = lse_HN.dtype
     share_HN = (sinks_H.to(torch.bfloat16).to(wide)[:, None] - lse_HN).exp()  # the engine's sinks are BF16
     return -(share_HN * (output_NHD.to(wide) * gradient_NHD.to(wide)).sum(-1).t()).sum(-1).to(sinks_H.dtype)
 
 
 def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:
-    """Return the product `[R, G, M, C, y]`, computed as one matrix for all M heads of a group."""
+    """Return the product `[R, G, M, C, y]`, computed by one matrix product for all M query heads of a key head."""
     return (left_RGMCx.flatten(2, 3) @ right_RGxy).unflatten(2, left_RGMCx.shape[2:4])
 
 
 def _token_places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return each token's sequence, and its position there, int64 `[N]`. Does not synchronize with the device."""
+    """Return each token's sequence and position in it, int64 `[N]` each. Does not synchronize with the device."""
     starts = starts.long()
     numbers = torch.arange(len(starts) - 1, device=starts.device)
     sequence_N = torch.repeat_interleave(numbers, starts.diff(), output_size=tokens)
@@ -252,18 +261,18 @@ def _token_places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 class Pages(NamedTuple):
-    """Places of tokens in a paged KV cache, where each sequence starts a page and its pages follow one another."""
+    """Slots of tokens in a paged KV cache. Each sequence begins a page, and its pages follow one another."""
 
-    slots: int  # tokens of a page
-    count: int  # an upper bound of the pages in use; their exact number would make the host wait
+    slots: int  # of a page: tokens that it can hold
+    count: int  # an upper bound of the pages in use, because the host would have to wait for their exact number
     slots_N: Tensor  # each token's slot, counted over all pages, int64
-    table: Tensor  # each sequence's pages, int32 `[R, pages of the longest]`; past its last one any valid page
+    table: Tensor  # each sequence's pages, int32 `[R, pages of the longest]`, filled up with any valid pages
 
 
 def pages_of(starts: Tensor, longest: int, tokens: int, slots: int) -> Pages:
-    """Return pages for sequences that begin at the first R of `starts` `[R + 1]` and have `tokens` in all."""
-    used_R = (starts.diff().long() + slots - 1) // slots
-    first_R = used_R.cumsum(0) - used_R
+    """Return pages of `slots` slots for packed sequences with `tokens` tokens in all. `starts`: see `Sequences`."""
+    used_R = (starts.diff().long() + slots - 1) // slots  # pages of each sequence
+    first_R = used_R.cumsum(0) - used_R  # first page of each sequence
     count = tokens // slots + len(used_R)
     sequence_N, position_N = _token_places(starts, tokens)
     table = first_R[:, None] + torch.arange(-(-longest // slots), device=starts.device)

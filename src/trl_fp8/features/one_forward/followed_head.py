@@ -1,7 +1,7 @@
 """TRL's fused output head with the engine's log-probs: the engine's logits, and its sampler's log-softmax in FP32.
 
-TRL multiplies hidden states by the head's weight, reduces the logits in chunks, and recomputes them in the backward.
-Here the forward asks the engine for the logits; the backward is TRL's, with the policy's own weight.
+TRL's own head multiplies hidden states by the head's weight, reduces the logits in chunks, and computes them again in
+the backward. Here the forward takes the logits from the engine. The backward is TRL's, with the policy's own weight.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 
-from trl_fp8.policy.swapped import TOKENS
+from trl_fp8.policy.swapped import TOKENS_AT_A_TIME
 
 from .followed_linear import tokens_of
 from .one_forward import OneForward
@@ -22,7 +22,7 @@ OPTIONAL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # in the o
 def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return a function of hidden states `[T, K]` that returns the engine's logits `[T, V]`; see `swapped.Logits`.
 
-    `weight` and `bias` are not read: the engine multiplies by its own copy.
+    `weight` and `bias` are ignored, because the engine multiplies by its own copy of the weight.
     """
     return lambda hidden: forward.kernels.logits(tokens_of(hidden))
 
@@ -30,8 +30,8 @@ def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> C
 def followed_head(one_forward: OneForward, compare: Callable | None = None) -> type[ChunkedLogProbFunction]:
     """Return a `ChunkedLogProbFunction` of TRL 1.16 whose forward is the engine's.
 
-    `compare(hidden, weight, bias, logit_scale, softcap, logits)` is called with the engine's logits, to compare
-    the policy's own with them.
+    If there is `compare`, each forward calls `compare(hidden, weight, bias, logit_scale, softcap, logits)` with the
+    engine's logits, so that it can compare the policy's own with them.
     """
 
     class FollowedHead(ChunkedLogProbFunction):
@@ -39,24 +39,24 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
         def forward(
             ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
         ) -> tuple[Tensor | None, ...]:
-            """Return log-probs of the targets and `OPTIONAL`, FP32 `[T]` each, None for what `outputs` does not name.
+            """Return log-probs of the targets, then those in `OPTIONAL`, FP32 `[T]` each, or None if not in `outputs`.
 
             hidden `[T, K]`, weight `[V, K]`, targets `[T]`.
             """
-            ctx.set_materialize_grads(False)  # an entropy that is only logged gets no gradient
+            ctx.set_materialize_grads(False)  # so an entropy that is only logged gets None as its gradient
             logits = engine_logits(one_forward, weight, bias)
             if compare is not None:
                 compare(hidden, weight, bias, logit_scale, final_logit_softcapping, logits(hidden))
-            found = [
-                _scored(logits(rows).float().div_(temperature), of_rows, outputs)
-                for rows, of_rows in zip(hidden.split(TOKENS), targets.split(TOKENS), strict=True)
-            ]
-            named = {name: torch.cat([each[name] for each in found]) for name in found[0]}
+            tiles = []
+            for start in range(0, max(len(hidden), 1), TOKENS_AT_A_TIME):
+                rows = slice(start, start + TOKENS_AT_A_TIME)
+                tiles.append(_scored(logits(hidden[rows]).float().div_(temperature), targets[rows], outputs))
+            named = {name: torch.cat([tile[name] for tile in tiles]) for name in tiles[0]}
             log_z = named.pop("log_z")
-            # Without an entropy any tensor fills its slot: the backward reads that only for a gradient of the entropy
+            # TRL's backward reads the last tensor only for a gradient of the entropy. Without one, any tensor will do
             ctx.save_for_backward(hidden, weight, bias, targets, log_z, named.get("entropy", log_z))
-            # TRL's backward recomputes the logits, in FP32 on a CPU. The engine's are in BF16, and `log_z` is theirs:
-            # only with logits in BF16 do probabilities sum to 1
+            # TRL's backward recomputes the logits, by default in FP32 on a CPU. `log_z` is of the engine's logits,
+            # which are BF16. So the recomputed ones have to be BF16, too, or probabilities would not sum to 1
             ctx.compute_dtype = torch.bfloat16
             ctx.chunk_size = chunk_size
             ctx.kernel_args = {
@@ -72,19 +72,19 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
 
 
 def _scored(logits: Tensor, targets: Tensor, outputs: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return log-probs of the targets, normalizers `log_z`, and those of `OPTIONAL` that `outputs` names.
+    """Return log-probs of the targets, normalizers `log_z`, and those in `OPTIONAL` that `outputs` names, by name.
 
-    From FP32 logits `[T, V]`.
+    `logits` are FP32 `[T, V]`.
     """
     log_p = logits.log_softmax(-1)
     log_probs = log_p.gather(-1, targets[:, None])[:, 0]
-    found = {"log_probs": log_probs, "log_z": logits.gather(-1, targets[:, None])[:, 0] - log_probs}
+    scored = {"log_probs": log_probs, "log_z": logits.gather(-1, targets[:, None])[:, 0] - log_probs}
     if "entropy" in outputs:
-        found["entropy"] = -(log_p.exp() * log_p).sum(-1)
+        scored["entropy"] = -(log_p.exp() * log_p).sum(-1)
     if "log_sum_sq_probs" in outputs:
-        found["log_sum_sq_probs"] = (2 * log_p).logsumexp(-1)
+        scored["log_sum_sq_probs"] = (2 * log_p).logsumexp(-1)
     if "mean_logits" in outputs:
-        found["mean_logits"] = logits.mean(-1)
+        scored["mean_logits"] = logits.mean(-1)
     if "is_top1" in outputs:
-        found["is_top1"] = logits.argmax(-1) == targets
-    return found
+        scored["is_top1"] = logits.argmax(-1) == targets
+    return scored

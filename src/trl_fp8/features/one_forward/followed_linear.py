@@ -1,21 +1,22 @@
-"""The trained model's linear layers, computed by the engine, and the GEMMs of their backward.
+"""The policy's linear layers, computed by the engine, and the GEMMs of their backward.
 
-    forward    y = engine(x)                 its kernel on its tensors; q, k, v and gate, up in one call each
-    backward   "bf16"  dX = dY @ W, dW = dY.T @ X                   straight through, unquantized operands
-               "fp8"   dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(X.T).T   Jet-RL, arXiv 2601.14243, of FP8 layers
+    forward    y = engine(x), the engine's kernel on its tensors; one call for q, k, v and one for gate, up
+    backward   fp8_backward="bf16"   dX = dY @ W,  dW = dY.T @ X                    straight through, unquantized
+               fp8_backward="fp8"    dX = Q(dY) @ Q(W),  dW = Q(dY.T) @ Q(X.T).T    FP8 layers, as in Jet-RL (arXiv
+                                                                                    2601.14243)
 
-Straight through, the backward keeps x in BF16; in FP8 it keeps the codes of x along its tokens, 1 byte an element. It
-never keeps a copy of the weight. Under LoRA the engine holds the sum of base and adapters, or the adapters beside a
-base that it shares with the policy. In the second case W is that base, dequantized for the backward.
+For the backward, "bf16" keeps x in BF16, and "fp8" keeps FP8 codes of X.T, 1 byte an element. Neither keeps a copy of
+the weight. With LoRA the engine holds either the sum of base and adapters, or adapters beside a base that the policy
+shares. In the second case, W in the backward is that base, dequantized for the call.
 
-With `fp8_backward="fp8"` the operands of both GEMMs are rounded to e4m3: weights as their format says
-(`quantization.formats`), the others in groups along the dim that the GEMM contracts. Flag fp8_gemm_backend says
-how two quantized operands are multiplied:
+With "fp8" the operands of both GEMMs are rounded to e4m3: weights in their own format (`quantization.formats`),
+activations and gradients in groups along the dim that the GEMM contracts. The flag fp8_gemm_backend says how two
+quantized operands are multiplied:
 
 - `fake_quant` multiplies the dequantized operands, on any device. With power-of-two scales they are exact in BF16, so
   the result is that of an FP8 GEMM up to the order of accumulation. With fp32 scales a BF16 GEMM rounds both operands
-  again (about 0.3 % error of the output); on CPU operands are therefore FP32.
-- `scaled_mm` hands the codes to cuBLASLt through `torch.nn.functional.scaled_mm`, on Hopper (compute capability 9.0)
+  again (an error of about 0.3 % in the output). On CPU the operands are FP32.
+- `scaled_mm` passes the codes to cuBLASLt through `torch.nn.functional.scaled_mm`, on Hopper (compute capability 9.0)
   with CUDA 12.9 or later. Results are BF16.
 
 Shape letters: T tokens (all leading dims), N out-features, K in-features.
@@ -39,35 +40,35 @@ from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.quantization.formats import BLOCK, BLOCKS, FormatSpec, ScaleFormat
 
 
-# Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the
-# scale of an all-zero group a normal fp32 number.
+# Gradients of a loss that is a mean over many tokens are much smaller than activations, so their floor is lower. It
+# only has to keep the scale of an all-zero group a normal fp32 number
 GRADIENT_AMAX_FLOOR = 1e-30
 HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
 class BackwardPrecision:
-    """Precision of the backward, by flags that `ForwardFlags` has checked."""
+    """Precision of the backward, from flags that `ForwardFlags` has checked."""
 
     precision: str = "bf16"  # flag fp8_backward
-    format: FormatSpec = BLOCKS  # of the weights that the sync sends to the engine
-    scale_format: ScaleFormat = "pow2"  # likewise
-    operand_scale_format: ScaleFormat = "pow2"  # of activations in the engine, and so of the backward's operands
+    format: FormatSpec = BLOCKS  # of the weights that a sync sends to the engine
+    scale_format: ScaleFormat = "pow2"  # of these weights
+    operand_scale_format: ScaleFormat = "pow2"  # of activations in the engine, and so of X and dY in the backward
     backend: str = "fake_quant"  # flag fp8_gemm_backend
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
-        """Return Q(W) `[N, K]` of one weight, or of each that the engine fuses: the bytes that a sync sends."""
-        # A weight that is not finite gives non-finite scales here; the sync refuses it by name
+        """Return Q(W) `[N, K]` of weights that share a scale in the engine: the bytes that a sync sends."""
+        # A weight that is not finite gives non-finite scales here, but a sync refuses the weight by name
         return quantize_fused([weight.detach().bfloat16() for weight in weights], self.format, self.scale_format)
 
     @torch.no_grad()
     def quantize_for_backward(self, values: Tensor) -> Float8Tensor:
-        """Return Q of a backward operand, in groups along the last dim, as if zero-padded to whole groups."""
+        """Return Q(X) or Q(dY), in groups along the last dim. An incomplete group counts as padded with zeros."""
         options = {"group": self.format.gradient_group, "amax_floor": GRADIENT_AMAX_FLOOR}
         return quantize_activation(values, self.operand_scale_format, **options)
 
     def gemm(self, a: Float8Tensor, b: Float8Tensor) -> Tensor:
-        """Return `a @ b.T` `[M, N]`, at least in BF16; `a` has 1x128 scales, `b` 128x128 or 1x128 scales."""
+        """Return `a @ b.T`, in BF16 or FP32. `a` has 1x128 scales, `b` has 128x128 or 1x128 scales."""
         if self.backend == "scaled_mm":
             return scaled_mm_gemm(a, b)
         dtype = gemm_dtype(a.device)
@@ -75,21 +76,23 @@ class BackwardPrecision:
 
 
 class FusedCall:
-    """One call of the engine for the policy's layers that it fused, which read the same tensor one after another."""
+    """A function that several layers call one after another with the same tensor. Its output is computed once."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], readers: int):
-        self._call, self._readers = call, readers
+        self._call = call
+        self._readers = readers  # number of calls with the same tensor
         self._output: Tensor | None = None
         self._input: ref[Tensor] | None = None
-        self._version = 0
-        self._remaining = 0  # readers of `_output`
+        self._version = 0  # of the input
+        self._remaining = 0  # calls that will still read `_output`
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return `call(x)`, or the output of the last call if its input was this very tensor, unchanged since."""
-        if x.is_inference():  # it has no version, which would show a change
+        """Return `call(x)`, or the last output if its input was the same object and has not changed."""
+        if x.is_inference():  # such a tensor has no version, so a change would not show
             return self._call(x)
         if self._output is None or self._input() is not x or self._version != x._version:
-            self._output, self._input, self._version = self._call(x), ref(x), x._version
+            self._output = self._call(x)
+            self._input, self._version = ref(x), x._version
             self._remaining = self._readers
         output = self._output
         self._remaining -= 1
@@ -99,15 +102,15 @@ class FusedCall:
 
 
 class FollowedLinear(nn.Linear):
-    """Mixed into a linear layer by `OneForward`: its values are the engine's."""
+    """Mixed into a linear layer by `OneForward`: its output is the engine's."""
 
     name: str  # checkpoint name
     is_fp8: bool
-    adapted: bool  # the engine holds the sum of this weight and adapters
+    adapted: bool  # the layer has adapters, which the engine adds to the weight unless the base is shared
     engine: Linear
-    columns: slice  # of the engine's output
-    fused: FusedCall
-    along_tokens: FusedCall  # Q(X.T)
+    columns: slice  # of this layer in the engine's output
+    fused: FusedCall  # calls `engine`
+    x_t_codes: FusedCall  # computes Q(X.T)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.one_forward.on:
@@ -117,27 +120,27 @@ class FollowedLinear(nn.Linear):
         return StraightThrough.apply(self.value, input, weight, self.bias, fp8_layer)
 
     def value(self, input: Tensor) -> Tensor:
-        """Return the engine's output, BF16 `[..., N]` of `[..., K]`, adapters included."""
+        """Return the engine's output for `[..., K]`, BF16 `[..., N]`, with adapters."""
         y = self.fused(input)[:, self.columns]
         return y.view(*input.shape[:-1], y.shape[-1])
 
     def lasting_codes(self) -> Float8Tensor | None:
-        """Return codes of the weight that exist anyway, in the engine or in this layer; None if there are none."""
+        """Return the weight's codes if they are stored somewhere, in this layer or in the engine; else None."""
         if isinstance(self, HoldsCodes):
             return self.codes
-        if self.adapted:  # the engine's are codes of the sum
+        if self.adapted:  # the engine has only codes of the sum with the adapters
             return None
         return self.engine.codes(self.name)
 
 
 class FollowedAdapter:
-    """Mixed into PEFT's wrapper of a followed linear: one value of the engine, gradients of base and adapters apart.
+    """Mixed into PEFT's wrapper of a followed linear: the output is the engine's, the gradients are PEFT's.
 
-        forward    y = engine(x)                          with Q(W + s B A), or with Q(W) and A, s B beside it
-        backward   that of x W.T + s drop(x) A.T B.T      PEFT's own, so that A and B are trained as without an engine
+        forward    y = engine(x), with Q(W + s B A), or with Q(W) and A, s B beside it
+        backward   that of x W.T + s drop(x) A.T B.T, so A and B are trained as without an engine
 
-    Dropout has no part in the forward. The gradient is that of a sum, which needs no value of the base alone: the
-    engine never computes that.
+    The forward drops nothing. The gradient of a sum needs no value of its first term, so it does not matter that the
+    engine never computes the output of the base alone.
     """
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
@@ -149,42 +152,45 @@ class FollowedAdapter:
 
 
 class StraightThrough(torch.autograd.Function):
-    """`value(x)` with the gradients of `x @ weight.T + bias`. `fp8_layer` quantizes the operands of its backward."""
+    """Computes `value(x)`, with the gradients of `x @ weight.T + bias`.
+
+    If there is an `fp8_layer`, the operands of the backward are quantized as its flags say.
+    """
 
     @staticmethod
     def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, fp8_layer: FollowedLinear | None):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             y = value(x)
-            ctx.precision = fp8_layer.one_forward.backward if fp8_layer else None
-            ctx.blocks = None
+            ctx.precision = fp8_layer.one_forward.backward if fp8_layer else None  # None: unquantized operands
+            ctx.blocks = None  # block size of the weight's codes
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-            # Each operand is saved as codes and their scale, or as a tensor and None
-            for_dx = (None, None)
+            # For each gradient the operand to keep: (codes, their scale), or (tensor, None)
+            w_for_dx = x_for_dw = (None, None)
             if ctx.needs_input_grad[1]:
-                for_dx = (weight, None)
-                frozen = weight if isinstance(weight, Float8Tensor) else None
-                codes = fp8_layer.lasting_codes() if fp8_layer else frozen
+                w_for_dx = (weight, None)
+                codes = weight if isinstance(weight, Float8Tensor) else None
+                if fp8_layer:
+                    codes = fp8_layer.lasting_codes()
                 if codes is not None:
-                    for_dx = (codes.qdata, codes.scale)
+                    w_for_dx = (codes.qdata, codes.scale)
                     ctx.blocks = codes.block_size
-            for_dw = (None, None)
             if ctx.needs_input_grad[2] and fp8_layer:
-                codes = fp8_layer.along_tokens(x)
-                for_dw = (codes.qdata, codes.scale)
+                codes = fp8_layer.x_t_codes(x)
+                x_for_dw = (codes.qdata, codes.scale)
             elif ctx.needs_input_grad[2]:
-                for_dw = (x.to(torch.bfloat16), None)
-            ctx.save_for_backward(*for_dx, *for_dw)
+                x_for_dw = (x.to(torch.bfloat16), None)
+            ctx.save_for_backward(*w_for_dx, *x_for_dw)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         dx = dw = db = None
-        weight, weight_scale, x, x_scale = ctx.saved_tensors
+        weight, weight_scale, x, x_scale = ctx.saved_tensors  # codes if there is a scale
+        shape = dy.shape
         with torch.autocast(dy.device.type, enabled=False):
-            shape = dy.shape
             dy = dy.reshape(-1, shape[-1])
-            if ctx.needs_input_grad[1]:
+            if ctx.needs_input_grad[1]:  # of x, after `value`
                 if weight_scale is not None:
                     weight = _float8(weight, weight_scale, ctx.blocks)
                 dx = _input_gradient(dy, weight, ctx.precision)
@@ -203,7 +209,7 @@ def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: Backwa
         whole = dequantize_weight(weight, dtype) if isinstance(weight, Float8Tensor) else weight.to(dtype)
         return dy.to(dtype).mm(whole)
     codes = weight if isinstance(weight, Float8Tensor) else precision.quantize_weights([weight])[0]
-    # Blocks transposed are the same blocks: no second rounding
+    # A transposed block has the same scale, so the codes are transposed without a second rounding
     transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])
     return precision.gemm(precision.quantize_for_backward(dy), transposed)
 
@@ -213,8 +219,8 @@ def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: Bac
     if scale is None:
         dtype = gemm_dtype(dy.device)
         return dy.to(dtype).t().mm(x.reshape(-1, x.shape[-1]).to(dtype))
-    along_tokens = _float8(x, scale, [1, precision.format.gradient_group])
-    return precision.gemm(precision.quantize_for_backward(dy.t()), along_tokens)
+    x_t_codes = _float8(x, scale, [1, precision.format.gradient_group])
+    return precision.gemm(precision.quantize_for_backward(dy.t()), x_t_codes)
 
 
 def tokens_of(x: Tensor) -> Tensor:
@@ -227,16 +233,18 @@ def _float8(codes: Tensor, scale: Tensor, block_size: list[int]) -> Float8Tensor
 
 
 def gemm_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of a backward GEMM: BF16, but FP32 on CPU, which may emulate BF16 ten times slower."""
+    """Return the dtype of a backward GEMM: BF16, but FP32 on CPU, because emulated BF16 may be ten times slower."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
-    """Return `a @ b.T` of the codes by cuBLASLt, BF16 `[M, N]`. Operands are zero-padded to the sizes that it wants.
+    """Return `a @ b.T`, computed by cuBLASLt in BF16. Operands are padded with zeros to the sizes that it needs.
 
-    Layouts (cuBLASLt's, as torch 2.13 checks them): codes `a` row-major and `b.T` column-major; 1x128 scales
-    `[rows, K/128]` with stride `[1, rows]`; 128x128 scales `[L4, N/128]` with stride `[1, L4]`, where L4 is K/128
-    rounded up to a multiple of 4; rows of `a` a multiple of 4.
+    cuBLASLt's layouts, as torch 2.13 checks them, for K that is contracted and N rows of `b`:
+
+    - codes: `a` row-major with a multiple of 4 rows, `b.T` column-major
+    - 1x128 scales: `[rows, K/128]` with stride `[1, rows]`
+    - 128x128 scales: `[L4, N/128]` with stride `[1, L4]`, where L4 is K/128 rounded up to a multiple of 4
     """
     square = b.block_size[0] == BLOCK
     b_scale = _pad(b.scale, 1, 4, value=1.0) if square else _pad(b.scale, 16, value=1.0).t()
@@ -262,7 +270,7 @@ def _pad(values: Tensor, row_multiple: int, column_multiple: int = 1, value: flo
 
 
 def require_backend(backend: str, device_capability: tuple[int, int] | None) -> None:
-    """Raise `ValueError` unless `backend` can run on a device of this CUDA compute capability (None: on CPU)."""
+    """Raise `ValueError` unless `backend` can run on a device of this CUDA compute capability; None: on CPU."""
     if backend == "fake_quant":
         return
     flag = f"fp8_gemm_backend={backend!r}"

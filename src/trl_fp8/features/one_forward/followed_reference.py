@@ -1,11 +1,13 @@
-"""The reference of `beta > 0` under one forward: what the engine would compute if it held the reference's weights.
+"""The reference of `beta > 0` under one forward: it computes what the engine would compute with its weights.
 
-    its modules    those of TRL's `ref_model`, or of the policy with adapters disabled, or with TRL's copy of them
-    its weights    in the engine's form, written when they have changed, and swapped with the policy's for each pass
-    its KV cache   under the scales of the policy's rollouts (kv_cache.py)
+    modules     those of TRL's `ref_model`, or the policy's with adapters off or with TRL's copy of the adapters
+    weights     in the form in which the engine stores the policy's. They are written when they have changed, and
+                swapped with the policy's for each pass
+    KV cache    under the scales of the policy's rollouts (kv_cache.py)
 
-So the KL divergence of an untouched policy is 0, as in TRL. Scoring the reference in high precision would add the
-policy's quantization to the KL divergence and its gradient: about as much as the mismatch that one forward removes.
+So the KL divergence of an untrained policy is 0, as in TRL. If the reference were scored in high precision, the KL
+divergence and its gradient would include the policy's quantization: about as much as the mismatch that one forward
+removes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,30 +34,34 @@ Parameters = Callable[[], Sequence[torch.Tensor]]
 class ReferenceWeights:
     """The reference's weights in the form in which the engine holds the policy's. The first pass allocates them.
 
-    Swaps contents (one tensor at a time) and not pointers: kernels, fused scales and CUDA graphs keep addresses.
-    Each pass proves that the engine then holds what was written. Before the next generation the policy's
-    seal proves that the engine has the policy back.
+    For a pass they are swapped with the policy's, one tensor at a time. The contents are swapped, and not the
+    pointers, because kernels, fused scales and CUDA graphs keep addresses. Each pass proves by checksums that the
+    engine holds the reference. Before the next generation the seal of the policy (its checksums) proves that the
+    policy is back.
 
-    Before each pass checksums of the reference's parameters decide whether they are written again: a callback may have
-    reset it, or an optimizer may have trained norms beside adapters. PyTorch's version counters would miss writes
-    through `.data`, as TRL's own callback makes them.
+    Before each pass, checksums of the reference's parameters decide whether they are written again. A callback may
+    have reset the reference, or the optimizer may have trained norms that it shares with the policy. PyTorch's version
+    counters would miss writes through `.data`, as TRL's own callback makes them.
     """
 
     def __init__(
         self, delivery: InPlaceDelivery, part: TensorGroup, parameters: Parameters, reduce_max: ReduceMax | None
     ):
-        """Take the engine tensors that a trainer computes with and the source of the reference's weights for them
-        (`part`). `parameters` returns this rank's share of those weights.
+        """Start with nothing written.
+
+        Args:
+            part: The engine's tensors that a trainer reads, and the source of the reference's weights for them.
+            parameters: Returns the parameters of the reference that these weights are made of, this rank's shards.
         """
         self._delivery, self._part, self._parameters, self._reduce_max = delivery, part, parameters, reduce_max
         self._spares: dict[str, torch.Tensor] = {}  # name -> contents of the model that is not in the engine now
-        self._written: torch.Tensor | None = None  # checksums of the parameters that were written last
-        self._table: Table | None = None
+        self._written: torch.Tensor | None = None  # checksums of the parameters, as they were when last written
+        self._table: Table | None = None  # computes checksums of the parameters
         self._addresses: list[tuple] | None = None  # of the parameters in `_table`
 
     @contextmanager
     def in_engine(self) -> Iterator[None]:
-        """Let the engine hold the reference inside the block. Collective."""
+        """Make the engine hold the reference inside the block. Collective."""
         if not self._spares:
             self._spares = {name: torch.empty_like(tensor) for name, tensor in self._engine_tensors().items()}
         sums = self._sums()
@@ -69,14 +75,14 @@ class ReferenceWeights:
             self._swap()
 
     def _swap(self) -> None:
-        """Exchange the contents of the engine's tensors with the spare ones."""
+        """Exchange the contents of the engine's tensors with the spares."""
         for name, tensor in self._engine_tensors().items():
             copy = tensor.clone()
             tensor.copy_(self._spares[name])
             self._spares[name].copy_(copy)
 
     def _engine_tensors(self) -> dict[str, torch.Tensor]:
-        """Return each of the engine's tensors once: layers that it fused can share a scale under several names."""
+        """Return the engine's tensors by name. One that has several names, as a shared scale has, is returned once."""
         by_address = {}
         for name, tensor in self._part.layout.held.items():
             by_address[tensor.data_ptr(), tensor.shape] = name, tensor
@@ -91,24 +97,26 @@ class ReferenceWeights:
         return self._table.sums().to(next(iter(self._spares.values())).device)
 
     def _is_written(self, sums: torch.Tensor) -> bool:
-        """Return whether every rank's engine holds the parameters with these checksums; if one does not, all write.
+        """Return whether every rank's engine holds the reference made of parameters with these checksums.
 
-        Waits for the device once. `RuntimeError` if they were written and the engine holds something else.
+        Waits for the device once. `RuntimeError` on all ranks if the reference was written, but an engine holds
+        something else now.
         """
         seal, written = self._part.seal, self._written
         if seal is None or written is None or len(written) != len(sums):
             return False
         in_engine = self._part.layout.sums()
         is_broken = in_engine != torch.tensor(seal, device=in_engine.device)
-        # Ranks agree before one of them returns or raises: its next collective would meet another one of theirs
+        # All ranks have to return the same or raise together. Else their next collectives would be different ones
         verdict = torch.stack([(sums != written).any(), is_broken.any()]).long()
         if self._reduce_max is not None:
             self._reduce_max(verdict)
-        *broken_here, changed, broken = torch.cat([is_broken.long(), verdict]).tolist()
-        if changed:
+        *broken_here, any_changed, any_broken = torch.cat([is_broken.long(), verdict]).tolist()
+        if any_changed:
             return False
-        if broken:
-            names = [name for name, differs in zip(self._part.layout.names, broken_here, strict=True) if differs]
+        if any_broken:
+            by_name = zip(self._part.layout.names, broken_here, strict=True)
+            names = [name for name, is_broken_here in by_name if is_broken_here]
             self._part.seal = None
             where = f"{len(names)} tensors of the reference" if names else "tensors of the reference on another rank"
             raise RuntimeError(
@@ -120,17 +128,21 @@ class ReferenceWeights:
 
 
 class FollowedReference:
-    """The reference of a trainer, which follows the engine like its policy.
+    """The reference of a trainer, which follows the engine as the policy does.
 
-    `policy` follows an engine that can be called; `in_engine` is the policy's `SharedKernelsPart`.
+    Args:
+        policy: The policy's `OneForward`.
+        part: The engine's `SharedKernelsPart`.
     """
 
-    def __init__(self, trainer, policy: OneForward, in_engine):
-        self._trainer, self._in_engine = trainer, in_engine
-        self._model, self.forward = None, policy  # without a `ref_model` the policy's own modules are scored
-        if (model := trainer.ref_model) is not None:
-            self._model = transformers_model(model)
+    def __init__(self, trainer, policy: OneForward, part):
+        self._trainer, self._part = trainer, part
+        model = trainer.ref_model
+        if model is None:  # the policy's own modules compute the reference
+            self._model, self.forward = None, policy
+        else:
             require_followable(model, policy.recipe, policy.backward.precision)
+            self._model = transformers_model(model)
             self.forward = OneForward(model, policy.recipe, policy.kernels, policy.backward, hook_of(model))
         self.forward.switch(on=False)
 
@@ -138,7 +150,7 @@ class FollowedReference:
     def _weights(self) -> ReferenceWeights:
         trainer = self._trainer
         model = trainer.model if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
-        return self._in_engine.reference_weights(trainer.vllm_generation, model)
+        return self._part.reference_weights(trainer.vllm_generation, model)
 
     @contextmanager
     def scored(self) -> Iterator[None]:
@@ -147,7 +159,7 @@ class FollowedReference:
         if model is not None and transformers_model(model) is not self._model:
             raise ValueError(
                 f"beta={self._trainer.args.beta} with fp8_forward='one_forward': trainer.ref_model was replaced, and "
-                "only the original one calls the engine's kernels. Copy the weights into that one instead: "
+                "only the original one calls the engine's kernels. Copy the weights into the original model instead: "
                 "trainer.ref_model.load_state_dict(model.state_dict())."
             )
         with self._weights.in_engine(), self.forward.switched(on=True), scored_by(followed_head(self.forward)):

@@ -1,10 +1,12 @@
 """The feature that lets the policy follow the engine (`fp8_forward="one_forward"`), and checks that it does.
 
-engine started     the policy's modules get the engine's calls
-scoring, loss      the policy follows; after an optimizer step without a sync the weights are sent to the engine first
-first rollouts     trainer and rollout log-probs are compared. A difference beyond what the platform guarantees is an
-                   error that names the first layer. With an FP8 base they are compared again once B of an adapter
-                   is not zero, because a missing adapter does not show while B is zero
+To follow means that the policy's modules call the engine's kernels.
+
+engine started     the policy's modules are swapped for modules that can follow
+scoring, loss      the policy follows. If the weights may have changed since the last sync, they are sent first
+first rollouts     log-probs of trainer and rollouts are compared. If they differ by more than the platform guarantees,
+                   an error names the first layer that differs. With an FP8 base they are compared until B of an
+                   adapter is not zero, because as long as B is zero a missing adapter does not show
 """
 
 import math
@@ -35,23 +37,23 @@ from .one_forward import OneForward, require_followable
 
 logger = get_logger(__name__)
 
-# TRL's flag; unless it is set, log-probs of rollouts are not compared
+# TRL's flag. If it is off, TRL does not compute the trainer's log-probs of rollouts, so nothing can be compared
 CORRECTION = "vllm_importance_sampling_correction"
 
 
 class Following(Feature, TrainerCallback):
-    """Lets the trainer's policy follow its engine, and the reference of `beta > 0` with it.
+    """Lets the trainer's policy follow the engine, and the reference of `beta > 0`, too.
 
-    `ValueError` for flags under which no policy can follow, or for a policy with modules that the engine lacks.
+    `ValueError` if no policy can follow with these flags, or if the engine lacks modules of the policy.
     """
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        self.forward: OneForward | None = None  # from `engine_started` on
-        self.followed_reference: FollowedReference | None = None  # likewise; None without beta
-        self._outdated = True  # the policy's weights may have changed since the last sync
-        self._checked = False  # the rollouts' log-probs were compared with the trainer's
-        # Refuse what can be refused before an engine is started
+        self.forward: OneForward | None = None  # made by `engine_started`
+        self.followed_reference: FollowedReference | None = None  # made by `engine_started` if beta > 0
+        self._is_outdated = True  # the policy's weights may have changed since the last sync
+        self._is_checked = False  # no more log-probs have to be compared
+        # Raise early what needs no engine to be found
         release(trainer.model)
         args, recipe = trainer.args, trainer.recipe
         require_followable(trainer.model, recipe, args.fp8_backward)
@@ -84,7 +86,7 @@ class Following(Feature, TrainerCallback):
                 f"fp8_forward={trainer.args.fp8_forward!r}: the engine offers no kernels that the trainer could call. "
                 "Set fp8_forward='off'."
             )
-        self._bound = self.in_engine.mismatch_bound
+        self._mismatch_bound = self.in_engine.mismatch_bound
         backward = BackwardPrecision(
             precision=trainer.args.fp8_backward,
             backend=trainer.args.fp8_gemm_backend,
@@ -94,8 +96,8 @@ class Following(Feature, TrainerCallback):
         )
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
-        # When the trainer is gone, its policy computes by itself and keeps no engine alive. The finalizer must not
-        # hold the forward either, or the engine would be freed only by a second run of the garbage collector
+        # When the trainer is deleted, its policy has to compute by itself again and must keep no engine alive. The
+        # finalizer references the forward only weakly, or the garbage collector would free the engine one run later
         finalizer = weakref.finalize(trainer, remove_if_alive, weakref.ref(self.forward))
         finalizer.atexit = False
         if trainer.args.beta:
@@ -106,24 +108,24 @@ class Following(Feature, TrainerCallback):
         return f"the engine's kernels on its tensors{reference}, backward {self.forward.backward.precision}"
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        self._outdated = False  # TRL has sent the weights
+        self._is_outdated = False  # TRL has sent the weights
 
     def _weights_may_change(self, args, state, control, **kwargs) -> None:
-        self._outdated = True
+        self._is_outdated = True
 
     on_optimizer_step = on_train_begin = _weights_may_change
-    on_train_end = _weights_may_change  # load_best_model_at_end
+    on_train_end = _weights_may_change  # load_best_model_at_end loads other weights
     on_evaluate = on_predict = _weights_may_change  # callbacks may evaluate other weights, such as averaged ones
 
     def _bring_up_to_date(self) -> None:
         """Send the weights to the engine if they may have changed since the last sync.
 
-        That is so after an optimizer step without a sync (num_iterations > 1), and before the first sync of a run that
-        was resumed with rollouts left from before the break.
+        They may have changed after an optimizer step without a sync (num_iterations > 1). And a resumed run that
+        begins with rollouts saved in the checkpoint has had no sync yet.
         """
-        if self._outdated:
+        if self._is_outdated:
             self.trainer.vllm_generation.send_weights()
-            self._outdated = False
+            self._is_outdated = False
 
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
@@ -139,40 +141,43 @@ class Following(Feature, TrainerCallback):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self._bring_up_to_date()
-        # On until the backward is through: gradient checkpointing runs the forward again in it
+        # `end_loss` switches it off only after the backward, in which gradient checkpointing runs the forward again
         self.forward.switch(on=True)
 
     def end_loss(self) -> None:
         self.forward.switch(on=False)
 
     def extend_batch(self, batch: Batch) -> None:
-        """Compare trainer and rollout log-probs of the first rollouts that have any. Collective until that is done."""
-        if self._checked:
+        """Compare trainer and rollout log-probs of the first rollouts in which tokens are scored.
+
+        Collective until they have been compared.
+        """
+        if self._is_checked:
             return
         args, accelerator = self.trainer.args, self.trainer.accelerator
         if not getattr(args, CORRECTION, False):
             self._warn_that_nothing_compares()
-            self._checked = True
+            self._is_checked = True
             return
         ratio = batch.ratio
-        sums = ratio.values_BT.double().abs().sum(), ratio.scored_BT.sum(), ratio.broken_BT.sum()
-        of_ranks = accelerator.gather(torch.stack([each.double() for each in sums])).view(-1, len(sums))
-        distance, scored, broken = of_ranks.sum(0).tolist()
+        own_sums = ratio.values_BT.double().abs().sum(), ratio.scored_BT.sum(), ratio.broken_BT.sum()
+        sums_by_rank = accelerator.gather(torch.stack([each.double() for each in own_sums])).view(-1, len(own_sums))
+        distance, scored, broken = sums_by_rank.sum(0).tolist()
         mismatch = quotient(distance, scored)  # mean |log r|
-        if mismatch > self._bound or broken > 0:  # broken: the trainer's log-prob is not a number
+        if mismatch > self._mismatch_bound or broken > 0:  # broken: tokens whose trainer log-prob is not a number
             text = (
-                "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
-                f"{mismatch:.2g}. With shared kernels it is at most {self._bound:g} for a policy of type "
+                "fp8_forward='one_forward', but the mean absolute difference of log-probs of the first rollouts is "
+                f"{mismatch:.2g}. With shared kernels it is at most {self._mismatch_bound:g} for a policy of type "
                 f"{self.trainer.recipe.model_type!r}. {self._first_difference(batch)} Set fp8_forward='off' (rollout "
                 "correction works without it), or fp8_forward_check='warn' to go on."
             )
             if args.fp8_forward_check == "error":
                 raise RuntimeError(text)
             logger.warning(text)
-        elif math.isnan(mismatch):  # no token was scored: the next rollouts may show something
+        elif math.isnan(mismatch):  # no token was scored, so compare the next rollouts
             return
-        # While B of all adapters is zero, nothing shows whether the engine lacks one
-        self._checked = not args.base_in_engine or self._any_adapter_changed()
+        # As long as B of every adapter is zero, a missing adapter of the engine does not show
+        self._is_checked = not args.base_in_engine or self._any_adapter_changed()
 
     def _warn_that_nothing_compares(self) -> None:
         args = self.trainer.args
@@ -189,22 +194,20 @@ class Following(Feature, TrainerCallback):
     def _any_adapter_changed(self) -> bool:
         """Return whether B of any adapter is not zero, on any rank. Collective."""
         parameters = self.trainer.model.named_parameters()
-        found = any(bool(local_part(parameter).any()) for name, parameter in parameters if ".lora_B." in name)
+        has_changed = any(bool(local_part(parameter).any()) for name, parameter in parameters if ".lora_B." in name)
         accelerator = self.trainer.accelerator
-        return bool(accelerator.reduce(torch.tensor(float(found), device=accelerator.device)) > 0)
+        return bool(accelerator.reduce(torch.tensor(float(has_changed), device=accelerator.device)) > 0)
 
     def _first_difference(self, batch: Batch) -> str:
-        """Return a sentence on the first layer that differs, found with a rollout of this rank."""
+        """Return a sentence on the first layer that differs, found by running a rollout of this rank on both sides."""
         trainer, comparison = self.trainer, Comparison(self.forward)
         with comparison.engine():
             tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
         ids = torch.tensor([tokens], device=trainer.accelerator.device)
-        # TRL's own method: under this trainer's override other features would observe the pass, and replay routes
-        as_cached, scoring = as_rollouts_saw(trainer.features), self.scoring(torch.ones_like(ids), 1)
-        with torch.no_grad(), as_cached, scoring, comparison.policy():
-            trainer.trl_class()._get_per_token_logps_and_entropies(
-                trainer, trainer.model, ids, torch.ones_like(ids), 1
-            )
+        # Call TRL's own method: in this trainer's override, other features would observe the pass or replay routes
+        mask = torch.ones_like(ids)
+        with torch.no_grad(), as_rollouts_saw(trainer.features), self.scoring(mask, 1), comparison.policy():
+            trainer.trl_class()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, 1)
         if difference := comparison.first_difference():
             return f"First to differ, when both compute one of the rollouts, is {difference}."
         if not comparison.layers:
@@ -219,13 +222,13 @@ class Following(Feature, TrainerCallback):
 
 
 def remove_if_alive(forward: weakref.ref[OneForward]) -> None:
-    """Turn the modules of a policy that is still in use back into what they were."""
+    """Give the modules of a policy that is still in use their own classes back."""
     if (alive := forward()) is not None:
         alive.remove()
 
 
 def worst_rollout(batch: Batch) -> list[int]:
-    """Return all tokens but the last of the rollout with the largest mismatch: nothing was sampled after the last."""
+    """Return the tokens of the rollout with the largest mismatch, without the last: nothing was sampled after that."""
     row = int(batch.ratio.values_BT.abs().sum(-1).argmax())
     tokens = []
     for part in ("prompt", "completion"):
@@ -237,22 +240,22 @@ def worst_rollout(batch: Batch) -> list[int]:
 class Comparison:
     """Finds the first linear layer whose input or output differs between the engine and a policy that follows it.
 
-    Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence. Keeps one
-    checksum (8 bytes) per token of each linear layer's input and output, and compares them in the order in which the
-    policy computed them. If an input differs, the cause lies between the linear layer before and this one: in a norm,
-    an activation function, attention, a router.
+    Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence. For each token
+    it notes one checksum (8 bytes) of the input and one of the output of each linear layer. It compares checksums in
+    the order in which the policy computed them. If an input is the first to differ, the cause lies between the
+    previous linear layer and this one: in a norm, an activation function, attention or a router.
     """
 
     def __init__(self, forward: OneForward):
         followed = [module for module in forward.modules.values() if isinstance(module, FollowedLinear)]
         self._kernels = forward.kernels
         self._linears: dict[str, FollowedLinear] = {linear.name: linear for linear in followed}
-        # (checkpoint name of a layer, "input" or "output") -> checksums `[T]`; of the engine a list, a tensor per call
-        self._engine: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+        # (checkpoint name of a layer, "input" or "output") -> checksums `[T]`
+        self._engine: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # one tensor for each call of the layer
         self._policy: dict[tuple[str, str], Tensor] = {}
 
     def engine(self) -> AbstractContextManager[None]:
-        """Watch what the engine computes in the block."""
+        """Note checksums of the engine's linear layers in the block."""
 
         def note(layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
             for linear in (self._linears[layer] for layer in layers):
@@ -263,7 +266,7 @@ class Comparison:
 
     @contextmanager
     def policy(self) -> Iterator[None]:
-        """Watch what the policy computes in the block."""
+        """Note checksums of the policy's linear layers in the block."""
 
         def note(linear: FollowedLinear, args: tuple[Tensor, ...], y: Tensor) -> None:
             self._policy[linear.name, "input"] = checksums(args[0])
@@ -276,23 +279,23 @@ class Comparison:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers that ran on both sides. 0: the engine is compiled, and calls none of them."""
+        """Return the number of layers that ran on both sides: 0 if the engine is compiled, and so runs no hooks."""
         return len({name for name, _ in self._engine} & {name for name, _ in self._policy})
 
     def first_difference(self) -> str | None:
         """Return a noun phrase for the first difference; None if nothing differs."""
-        for place, own in self._policy.items():
-            if place in self._engine:
-                engine = torch.cat(self._engine[place])[: len(own)]
-                if differing := (own != engine).nonzero().flatten().tolist():
-                    name, end = place
-                    return f"the {end} of {name}, from token {differing[0] + 1} of {len(own)} on"
+        for (name, end), own in self._policy.items():
+            if (name, end) in self._engine:
+                engine = torch.cat(self._engine[name, end])[: len(own)]
+                wrong_tokens = (own != engine).nonzero().flatten().tolist()
+                if wrong_tokens:
+                    return f"the {end} of {name}, from token {wrong_tokens[0] + 1} of {len(own)} on"
         return None
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Return checksums (int64 `[T]`) of the rows `[..., N]`, one per row, as they are in BF16."""
+    """Return one checksum (int64 `[T]`) for each row of `[..., N]`, rounded to BF16."""
     bits = rows.detach().to(torch.bfloat16).flatten(0, -2).contiguous().view(torch.int16)
-    # Odd keys are invertible modulo 2^64, so that any one changed element changes the sum
+    # Odd keys are invertible modulo 2^64, so a change of any one element changes the sum
     keys = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1
     return (bits.long() * keys).sum(-1)

@@ -1,9 +1,9 @@
 """Flags of one forward: whether the trainer computes as the engine does, its gradients, and its memory in a plan.
 
-The backward computes each MLP's act(gate) * up once more, in FP32 (policy/swapped.py): seven tensors
-`[tokens, intermediate]` at once, eight where gate and up are one linear. For experts it takes the weights of a layer
-in BF16, and makes their gradients in BF16 before they become FP32. A reference keeps its weights a second time, in the
-form in which the engine holds the policy's: codes, scales and BF16.
+The backward computes act(gate) * up of each MLP once more, in FP32 (policy/swapped.py). Seven tensors
+`[tokens, intermediate]` are alive at once then, eight if gate and up are one linear layer. For experts, the backward
+needs a BF16 copy of one layer's weights, and their gradients in BF16 and then FP32. With beta > 0 the reference model
+is stored a second time, quantized as the engine stores the policy: codes, scales and BF16.
 """
 
 import logging
@@ -21,13 +21,14 @@ from trl_fp8.run.feature import FlagGroup, flag
 
 
 logger = logging.getLogger(__name__)
-KNOWN = {
+KNOWN = {  # values of each flag, the default first
     "fp8_forward": ("off", "one_forward"),
     "fp8_forward_check": ("error", "warn"),
     "fp8_backward": ("bf16", "fp8"),
     "fp8_gemm_backend": ("fake_quant", "scaled_mm"),
 }
-# Bytes that the backward has of an MLP at once, per token and element of its width: 7 and 8 FP32 tensors
+# Bytes of intermediates that are alive at once in the backward of an MLP, per token and element of the MLP's width: 7
+# FP32 tensors, or 8 if gate and up are one linear layer
 RECOMPUTED = {"gate_proj": 28, "gate_up_proj": 32}
 
 
@@ -37,15 +38,15 @@ class ForwardFlags(FlagGroup):
 
     fp8_forward: str = flag(
         "off",
-        "Whether the trainer's forward is its own ('off') or the engine's ('one_forward'): each module of the policy "
-        "calls the engine's kernel on the engine's tensors, KV cache included, so that trainer and rollouts do not "
-        "differ. On CPU they do not, at any depth that was measured; on a GPU nothing has been measured "
+        "Whether the trainer's forward is its own ('off') or the engine's ('one_forward'). With 'one_forward' each "
+        "module of the policy calls the engine's kernel on the engine's tensors, KV cache included, so trainer and "
+        "rollouts have equal log-probs. On CPU they had at any measured depth; on a GPU nothing has been measured "
         "(docs/how_it_works.md). Master weights and checkpoints stay as they are.",
     )
     fp8_forward_check: str = flag(
         "error",
         "What happens with fp8_forward='one_forward' if the engine computes another model than the policy, or if the "
-        "mismatch of the first rollouts is not what the platform guarantees: 'error', or 'warn' to go on. Both name "
+        "mismatch of the first rollouts exceeds what the platform guarantees: 'error', or 'warn' to go on. Both name "
         "the modules that differ.",
     )
     fp8_backward: str = flag(
@@ -62,34 +63,27 @@ class ForwardFlags(FlagGroup):
     explain_mismatch_steps: int = flag(
         50,
         "Steps between two explanations of the mismatch, the first one on the first rollouts; 0: none. The policy "
-        "scores the rollouts by itself and with the engine's kernels, without gradients, which splits the mismatch "
-        "into `mismatch/scoring_k3` (dropout, for example), `mismatch/explained_k3` (the FP8 formats) and "
-        "`mismatch/unexplained_k3` (a fault). On CPU; on a GPU with fp8_forward='one_forward', which needs no pass.",
+        "scores the rollouts twice more without gradients, by itself and with the engine's kernels. This splits the "
+        "mismatch into `mismatch/scoring_k3` (dropout, for example), `mismatch/explained_k3` (the FP8 formats) and "
+        "`mismatch/unexplained_k3` (a fault). With fp8_forward='one_forward' no pass is needed: all mismatch is "
+        "unexplained. Otherwise only on a CPU.",
     )
 
     @property
-    def one_forward(self) -> bool:
-        """Return whether the trainer's forward is the engine's."""
+    def policy_calls_engine(self) -> bool:
         return self.fp8_forward != "off"
 
-    @property
-    def policy_calls_engine(self) -> bool:
-        return self.one_forward
-
-    def in_process(self) -> str | None:
-        return f"fp8_forward={self.fp8_forward!r}" if self.one_forward else None
-
-    def in_one_piece(self) -> bool:
-        return self.one_forward
+    def rules_out_tensor_parallelism(self) -> bool:
+        return self.policy_calls_engine
 
     def memory_changes(self, setup: Setup, outline: Outline, recipe: FP8Recipe) -> dict[str, float]:
-        if not self.one_forward:
+        if not self.policy_calls_engine:
             return {}
         reference = reference_bytes(outline, setup, recipe) if self.beta else 0
         return {"reference": reference, "uncounted": recomputed_bytes(outline, setup)}
 
     def check_model(self, outline: Outline) -> None:
-        if self.one_forward:
+        if self.policy_calls_engine:
             require_followed(outline)
 
     def resolve(self) -> None:
@@ -106,9 +100,9 @@ class ForwardFlags(FlagGroup):
         if self.explain_mismatch_steps < 0:
             raise ValueError(
                 f"explain_mismatch_steps={self.explain_mismatch_steps!r} is no number of steps. Use 0 for no "
-                "explanation, or the steps between two of them."
+                "explanation, or the number of steps between two of them."
             )
-        if not self.one_forward:
+        if not self.policy_calls_engine:
             for name in ("fp8_backward", "fp8_forward_check", "fp8_gemm_backend"):
                 value = getattr(self, name)
                 if value != KNOWN[name][0]:
@@ -119,8 +113,8 @@ class ForwardFlags(FlagGroup):
             return
         if not self.fp8_weights:
             raise ValueError(
-                f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the engine computes in BF16, so a trainer "
-                "in FP8 would add mismatch. Set fp8_weights=True or fp8_forward='off'."
+                f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the engine's linear layers are BF16, so "
+                "there is no FP8 forward to share. Set fp8_weights=True or fp8_forward='off'."
             )
         if self.vllm_tensor_parallel_size > 1:
             raise ValueError(
@@ -133,18 +127,18 @@ class ForwardFlags(FlagGroup):
                 f"fp8_forward={self.fp8_forward!r} with fp16=True: the engine's activations are BF16. Set bf16=True, "
                 "or fp8_forward='off' (FP16 training with FP8 rollouts works)."
             )
-        if getattr(self, "simulate_kv_cache", None) is False:
+        # getattr: the feature kv_cache may be deleted
+        if getattr(self, "simulate_kv_cache", None) is False and self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"simulate_kv_cache=False with fp8_forward={self.fp8_forward!r}: the trainer runs the engine's "
                 "forward, which reads k and v from its KV cache. Remove simulate_kv_cache, or set fp8_forward='off'."
             )
-        # These replace parts of the policy's forward, too. transformers takes a compile backend or mode alone as
-        # torch_compile=True. A compiler builds the kernels of the loss's forward anew, and the comparison with the
-        # engine does not see it: rollouts are scored uncompiled
-        for name in replaced_forward(self):
+        replacing = forward_replacing_flags(self)
+        if replacing:
+            flags = ", ".join(replacing)
             raise ValueError(
-                f"{name}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward. Remove "
-                f"{name}, or set fp8_forward='off'."
+                f"{flags} with fp8_forward={self.fp8_forward!r}: both replace the policy's forward. Remove {flags}, "
+                "or set fp8_forward='off'."
             )
         if self.fp8_gemm_backend == "fake_quant":
             return
@@ -161,14 +155,14 @@ class ForwardFlags(FlagGroup):
             )
 
 
-def replaced_forward(args: FlagGroup) -> list[str]:
-    """Return the flags that are set and replace parts of the policy's forward."""
-    flags = {
-        "use_liger_kernel": getattr(args, "use_liger_kernel", False),
-        "cast_lm_head_to_fp32": getattr(args, "cast_lm_head_to_fp32", False),
-        "torch_compile": args.torch_compile or args.torch_compile_backend or args.torch_compile_mode,
-    }
-    return [name for name, is_set in flags.items() if is_set]
+def forward_replacing_flags(args: FlagGroup) -> list[str]:
+    """Return the flags that replace parts of the policy's forward, each as `name=value`."""
+    # torch.compile would compile the loss's forward into other kernels, and the check of the first rollouts would not
+    # notice, because rollouts are scored uncompiled. torch_compile_backend or torch_compile_mode alone switches it on,
+    # but transformers sets torch_compile only after these flags were read
+    names = "use_liger_kernel", "cast_lm_head_to_fp32", "torch_compile_backend", "torch_compile_mode", "torch_compile"
+    values = {name: getattr(args, name, None) for name in names}  # not every trainer has the first two
+    return [f"{name}={value!r}" for name, value in values.items() if value]
 
 
 def require_followed(outline: Outline) -> None:
@@ -176,16 +170,17 @@ def require_followed(outline: Outline) -> None:
     policy = f"fp8_forward='one_forward' with a policy of type {outline.config_type!r}"
     if any(cache.is_latent for cache in outline.caches):
         raise ValueError(
-            f"{policy}: its attention is latent (MLA), and an engine expands the latents of prompts by kv_b_proj, but "
-            "multiplies by parts of that weight while it decodes: no forward of a trainer has the bits of both. Set "
-            "fp8_forward='off'."
+            f"{policy}: its attention is latent (MLA), and an engine expands the latents of a prompt with kv_b_proj, "
+            "but multiplies by parts of that weight when it decodes. A trainer's forward cannot have the bits of "
+            "both. Set fp8_forward='off'."
         )
     if not family_of(outline.model_type).followed:
         raise ValueError(
             f"{policy}: only the layers of {', '.join(types_with('followed'))} are known to compute the engine's "
             "operations. Set fp8_forward='off'."
         )
-    if outline.config_type != outline.model_type:
+    is_wrapped = outline.config_type != outline.model_type  # a text model inside a vision-language model
+    if is_wrapped:
         raise ValueError(
             f"fp8_forward='one_forward' with a {outline.class_name}: masks and positions of images are not known, "
             "only those of text models. Set fp8_forward='off'."
@@ -193,32 +188,38 @@ def require_followed(outline: Outline) -> None:
 
 
 def recomputed_bytes(outline: Outline, setup: Setup) -> float:
-    """Return the bytes that a backward needs for an MLP, or for the experts of a layer if that is more."""
+    """Return the bytes that a backward needs for an MLP, or for the experts of a layer if they need more."""
     per_token = 0
     for name, (rows, _) in outline.linears.items():
         kind = name.rpartition(".")[2]
         if kind in RECOMPUTED:
             width = rows // 2 if kind == "gate_up_proj" else rows  # a fused linear has the rows of both
             per_token = max(per_token, RECOMPUTED[kind] * width)
-    experts = defaultdict(int)  # module -> elements of its weights
+    elements = defaultdict(int)  # module of a layer's experts -> elements of their weights
     for name, shape in outline.parameters.items():
         for module in outline.experts:
             if name.startswith(f"{module}."):
-                experts[module] += prod(shape)
-    copy = 2 if BYTES[setup.dtype] == 4 else 0
-    gradients = 0 if setup.lora_rank else 2 + copy * 2  # in BF16, and in the dtype of the weights
+                elements[module] += prod(shape)
+    # Bytes per element of the experts
+    copy = 0
+    gradients = 2  # in BF16
+    if BYTES[setup.dtype] == 4:  # FP32 weights
+        copy = 2  # of the weights in BF16
+        gradients += 4  # again in FP32
+    if setup.lora_rank:
+        gradients = 0
     tokens = setup.args.per_device_train_batch_size * setup.tokens
-    return max(tokens * per_token, (copy + gradients) * max(experts.values(), default=0))
+    return max(tokens * per_token, (copy + gradients) * max(elements.values(), default=0))
 
 
 def reference_bytes(outline: Outline, setup: Setup, recipe: FP8Recipe) -> int:
-    """Return the bytes of a reference as an engine holds it: what its kernels read, and the policy trains."""
+    """Return the bytes of the reference's weights that the engine's kernels read, stored as the engine's are."""
     if setup.args.base_in_engine:
-        return 2 * engine_adapters(outline, setup.lora_rank)
-    read = dict(outline.parameters)
-    if "lm_head.weight" in read:  # else the head reads the embedding
-        del read[next(name for name in read if name.endswith("embed_tokens.weight"))]
+        return 2 * engine_adapters(outline, setup.lora_rank)  # the base is the policy's
+    shapes = dict(outline.parameters)
+    if "lm_head.weight" in shapes:  # else the head reads the embedding, which otherwise no kernel of the engine reads
+        del shapes[next(name for name in shapes if name.endswith("embed_tokens.weight"))]
     total = 0
-    for name, shape in read.items():
+    for name, shape in shapes.items():
         total += recipe.format.weight_bytes(shape) if name in recipe.fp8_tensors else 2 * prod(shape)
     return total

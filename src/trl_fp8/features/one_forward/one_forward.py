@@ -1,11 +1,11 @@
-"""One forward: a policy whose modules compute what the engine's modules of the same names compute.
+"""One forward: the policy follows the engine, that is, each of its modules calls the engine's module of the same name.
 
-    checked      `require_followable` raises `ValueError` for a policy that cannot
-    swapped      each linear, norm, MLP and embedding of the decoder gets the engine's call (followed_*.py, between.py)
-    on           while the policy scores or trains, or the reference of `beta > 0` scores (followed_reference.py)
-    up to date   as long as the engine holds the policy's weights, which following.py ensures
+    check        `require_followable` raises `ValueError` for a policy that cannot follow
+    swap         `OneForward` gives each linear, norm, MLP and embedding of the decoder a class that can call the
+                 engine (followed_*.py, between.py). Modules stay the same objects (policy/swapped.py)
+    switch on    while the policy scores or trains, or the reference of `beta > 0` scores (followed_reference.py)
 
-Modules stay the same objects: only their class is exchanged (policy/swapped.py).
+The engine has to hold the policy's weights, which following.py ensures.
 """
 
 import sys
@@ -44,7 +44,7 @@ from .followed_linear import BackwardPrecision, FollowedAdapter, FollowedLinear,
 from .forward_flags import require_followed
 
 
-# Parts of an MLP that tell which of two kinds it is
+# The attributes by which the two kinds of MLP are recognized. The last one is the activation function
 MLPS = {
     FollowedMLP: ("gate_proj", "up_proj", "down_proj", "act_fn"),
     FollowedFusedMLP: ("gate_up_proj", "down_proj", "activation_fn"),
@@ -54,11 +54,12 @@ APPLY_ROTARY = "apply_rotary_pos_emb"
 
 def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
     """Raise `ValueError` for a policy whose forward the engine's kernels cannot replace."""
-    require_sums(model)
-    require_followable_experts(recipe, fp8_backward)
+    require_lora(model)
+    require_expert_backward(recipe, fp8_backward)
     require_followed(outline_of(model))
     base = transformers_model(model)
-    # PATCHES lists transformers' own file of each known type. A class from another file may compute anything
+    # PATCHES has the rotary function in transformers' own file of each known type. A class from another file may
+    # compute anything
     if f"{type(base).__module__}.{APPLY_ROTARY}" not in PATCHES:
         raise ValueError(
             f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: only transformers' "
@@ -71,9 +72,9 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
             "(model_init_kwargs={'attention_dropout': 0.0}, or from_pretrained(..., attention_dropout=0.0)), or set "
             "fp8_forward='off'."
         )
-    between_tokens_and_logits = computing(base)
+    core = core_modules(base)
     for name, module in model.named_modules():
-        if module not in between_tokens_and_logits:
+        if module not in core:
             continue
         if isinstance(module, nn.Embedding):
             followed_embedding(module)
@@ -91,7 +92,7 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
                 )
 
 
-def require_followable_experts(recipe: FP8Recipe, fp8_backward: str) -> None:
+def require_expert_backward(recipe: FP8Recipe, fp8_backward: str) -> None:
     """Raise `ValueError` for an FP8 backward of FP8 experts."""
     if recipe.fp8_experts and fp8_backward == "fp8":
         raise ValueError(
@@ -100,24 +101,24 @@ def require_followable_experts(recipe: FP8Recipe, fp8_backward: str) -> None:
         )
 
 
-def require_sums(model: nn.Module) -> None:
-    """Raise `ValueError` for adapters that do not simply add to an output."""
-    found = []
+def require_lora(model: nn.Module) -> None:
+    """Raise `ValueError` for adapters other than plain LoRA."""
+    layers = []
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             kind = _unknown_adapter(module)
             if kind is not None:
-                found.append(f"{checkpoint_name(name)} ({kind})")
-    if found:
+                layers.append(f"{checkpoint_name(name)} ({kind})")
+    if layers:
         raise ValueError(
             "fp8_forward='one_forward' with adapters that are not plain LoRA on linear layers, experts or routers: "
-            f"{listed(found, 3)}. Their gradients need the output of the base alone, which the engine never computes. "
-            "Use LoRA on these, without variants such as use_dora, or set fp8_forward='off'."
+            f"{listed(layers, 3)}. Their gradients need the output of the base alone, which the engine never "
+            "computes. Use LoRA on these, without variants such as use_dora, or set fp8_forward='off'."
         )
 
 
 def _unknown_adapter(module: BaseTunerLayer) -> str | None:
-    """Return the kind of an adapter; None if it adds to the output of a linear layer, or to experts or a router."""
+    """Return the kind of an adapter; None if it is plain LoRA on a linear layer, on experts or on a router."""
     if type(module) is ParamWrapper:
         if module.parameter_name in TRANSFORMERS.fused or is_router(module.get_base_layer()):
             return None
@@ -129,12 +130,13 @@ def _unknown_adapter(module: BaseTunerLayer) -> str | None:
 
 
 class OneForward(FollowedAttention, Swapper):
-    """Installed on a policy before it is wrapped for training, and switched on at once.
+    """Lets a policy follow an engine, from its construction on, until it is switched off.
 
-    The policy has passed `require_followable`. `ValueError` names a module that the engine has no call for, and leaves
-    the policy as it was.
+    The policy has passed `require_followable`, and is not wrapped for training yet. `ValueError` names a module that
+    the engine has no kernel for, and leaves the policy unchanged.
 
     Attributes:
+        on: Whether the policy follows now.
         modules: Path in `model` -> module that follows, in the model's order. PEFT's copies of
             `modules_to_save` for a reference follow, too, but are not listed.
     """
@@ -152,20 +154,20 @@ class OneForward(FollowedAttention, Swapper):
         self.modules: dict[str, nn.Module] = {}
         self._swapped: list[nn.Module] = []
         base = transformers_model(model)
-        # Attention calls the rotary function of its family's file by name. The patch stays for good and does nothing
-        # without a `RotaryCall`
+        # transformers' attention calls the rotary function in its family's file by name. The patch stays permanently,
+        # and calls the original function if there is no `RotaryCall`
         family = sys.modules[type(base).__module__]
         apply_rotary = getattr(family, APPLY_ROTARY)
         if not isinstance(apply_rotary, RotaryPatch):
             patch(family, APPLY_ROTARY, RotaryPatch(apply_rotary))
-        between_tokens_and_logits = computing(base)
-        self._linears = {name: each for name, each in linear_layers(model) if each in between_tokens_and_logits}
+        core = core_modules(base)
+        self._linears = {name: each for name, each in linear_layers(model) if each in core}
         self._experts = {experts for _, experts in expert_modules(model)}
-        self._adapted = {each.base_layer for each in between_tokens_and_logits if isinstance(each, BaseTunerLayer)}
+        self._adapted = {each.base_layer for each in core if isinstance(each, BaseTunerLayer)}
         self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
         try:
             for path, module in list(model.named_modules()):
-                if module in between_tokens_and_logits and not of_adapter(without_copies(path), model):
+                if module in core and not of_adapter(without_copies(path), model):
                     self._follow(path, module)
         except ValueError:
             self.remove()
@@ -185,7 +187,7 @@ class OneForward(FollowedAttention, Swapper):
             self.on = before
 
     def remove(self) -> None:
-        """Turn the modules back into what they were, unless that was done."""
+        """Give the modules their own classes back. Idempotent."""
         if not self._swapped:
             return
         for module in self._swapped:
@@ -195,15 +197,16 @@ class OneForward(FollowedAttention, Swapper):
         self.hook.replace(None)
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # copied or pickled it becomes None: no engine holds the copy's weights
+        return type(None), ()  # a copy or pickle is None, because no engine holds the weights of a copied policy
 
     def _follow(self, path: str, module: nn.Module) -> None:
-        """Let `module` call the engine, if it computes anything by itself."""
-        name, kernels = checkpoint_name(without_copies(path)), self.kernels
+        """Let `module` follow, if it computes anything by itself."""
+        kernels = self.kernels
+        name = checkpoint_name(without_copies(path))
         if isinstance(module, nn.Linear):
             self._swap(path, module, FollowedLinear, **self._linear(name, module))
         elif isinstance(module, ParamWrapper):
-            return  # adds to a parameter of the module inside, which follows
+            return  # changes a parameter of the module inside, which follows
         elif isinstance(module, BaseTunerLayer):
             self._swap(path, module, FollowedAdapter)
         elif is_router(module):
@@ -213,7 +216,8 @@ class OneForward(FollowedAttention, Swapper):
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, followed_embedding(module))
         elif is_rotary(module):
-            # One for each type of layer (windowed, global), and under None for a model that has one type
+            # One rotary embedding for each type of layer (windowed, global). The key None is for models whose layers
+            # have one type
             types = getattr(module.config, "layer_types", None) or []
             first_layer = {None: 0} | {kind: types.index(kind) for kind in types}
             engine = {kind: kernels.rotary(layer) for kind, layer in first_layer.items()}
@@ -225,7 +229,7 @@ class OneForward(FollowedAttention, Swapper):
         elif hasattr(module, "sinks"):
             return  # attention, which follows through `AttentionHook`
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
-            # What is left with weights of its own is a norm
+            # All other modules with weights of their own are norms
             self._swap(path, module, FollowedNorm, engine=kernels.norm(name))
 
     def _linear(self, name: str, module: nn.Linear) -> dict:
@@ -233,15 +237,15 @@ class OneForward(FollowedAttention, Swapper):
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
-        # Layers that the engine fused share one call and read the call's output once each; an adapted one twice: for
-        # its value, and in PEFT's own forward, which gives the gradient
+        # Fused layers share one call. Each layer reads the output once. A layer with adapters reads it twice: in
+        # `FollowedAdapter` for the output, and in PEFT's forward for the gradient
         if engine not in self._calls:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (
                 FusedCall(lambda x: engine(tokens_of(x)), readers),
                 FusedCall(lambda x: self.backward.quantize_for_backward(tokens_of(x).t()), len(peers)),
             )
-        fused, along_tokens = self._calls[engine]
+        fused, x_t_codes = self._calls[engine]
         return {
             "name": name,
             "is_fp8": name in self.recipe.fp8_modules,
@@ -249,7 +253,7 @@ class OneForward(FollowedAttention, Swapper):
             "engine": engine,
             "columns": slice(start, start + module.out_features),
             "fused": fused,
-            "along_tokens": along_tokens,
+            "x_t_codes": x_t_codes,
         }
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
@@ -259,13 +263,13 @@ class OneForward(FollowedAttention, Swapper):
             self.modules[path] = module
 
 
-def computing(base: PreTrainedModel) -> set[nn.Module]:
-    """Return the modules between tokens and logits."""
+def core_modules(base: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules that compute logits from tokens: the decoder's and the output head."""
     return {base.get_output_embeddings(), *base.get_decoder().modules()}
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Return whether the module makes cos and sin of a rotary embedding."""
+    """Return whether the module computes cos and sin of a rotary embedding."""
     return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
 
 

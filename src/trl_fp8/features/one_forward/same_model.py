@@ -1,47 +1,74 @@
-"""The check that the engine computes the policy's model, after the first sync and before anything is sampled.
+"""The check that the engine computes the policy's model: their modules are compared one by one, on the same inputs.
 
-The policy runs one short sequence, and its modules are compared with the engine's (witness.py). With one forward a
-difference is an error, unless fp8_forward_check='warn': gradients would be those of one model and values those of
-another, without a mismatch. Without one forward a difference is a warning, because `mismatch/*` shows it, too.
+A policy that follows its engine has the engine's values, and so no mismatch, even if the engine computes another
+model. For example, with `partial_rotary_factor=0.5` vLLM's Llama rotates half of a head's channels, and transformers
+all of them. So after the first sync, before anything is sampled, the policy runs one short sequence, and two kinds of
+quantities are compared:
+
+    exactly            which keys a query sees; scaling and soft cap of scores; cos and sin of all angles, up to the
+                       last position that a run can reach; eps of norms; act(gate) * up, by the engine's formula in
+                       plain torch. These are read from the engine's model, without calling a kernel
+    within rounding    outputs of all modules that call the engine, with those of transformers' forward of the same
+                       module on the same inputs (values.py). Only for a policy that follows
+
+A quantity is not compared if the engine does not have it, or stores it in an unknown place. Each module is compared
+while it runs, because sharded weights are gathered then.
+
+With one forward a difference is an error, unless fp8_forward_check='warn', because the values would be those of one
+model and the gradients those of another, and no mismatch would show it. Without one forward a difference is a warning,
+because `mismatch/*` shows it, too.
+
+Shape letters: P positions.
 """
 
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.hook import AttentionHook, hooked
 from trl_fp8.policy.swapped import scored_by
+from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.run.feature import Feature, as_rollouts_saw
 from trl_fp8.sync.audit import all_reduce_max
 
+from .between import RotaryCall
 from .followed_head import followed_head
 from .following import Following
-from .one_forward import OneForward
-from .witness import Witness
+from .one_forward import MLPS, OneForward, is_rotary, mlp_kind
+from .values import U8, U16, Findings, Values, activation_bound
 
 
 logger = get_logger(__name__)
 
 TEXT = "In 1969 three people flew to the moon: 2 + 1 = 3. They came back after eight days, and the sea was calm."
-TOKENS = 32
-SHOWN = 6  # differences in a message
+TEXT_TOKENS = 32  # maximum number of tokens of `TEXT`
+SHOWN = 6  # maximum number of differences in a message
+POSITIONS = 256  # number of positions at which angles are compared
+GATES = torch.linspace(-6, 6, 241)[:, None]  # inputs for activation functions
 
 
 class SameModel(Feature):
-    """Raises `RuntimeError` if the policy follows an engine that computes another model; else warns of that."""
+    """Checks that the engine computes the policy's model.
+
+    If it does not, raises `RuntimeError` if the policy follows the engine, and else warns.
+    """
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        self.witness: Witness | None = None  # of the latest comparison
-        self._compared = False
+        self.witness: Witness | None = None  # made by the latest comparison
+        self._is_compared = False
 
     def engine_part(self):
-        if self.trainer.feature(Following):  # it has a part that provides them
+        if self.trainer.feature(Following):  # whose part provides the kernels
             return None
         from .engine_kernels import KernelsPart  # needs vllm
 
@@ -51,13 +78,13 @@ class SameModel(Feature):
         self._kernels = kernels
 
     def after_sync(self) -> None:
-        if self._compared or self._kernels is None:  # nothing to compare with
+        if self._is_compared or self._kernels is None:  # without kernels there is nothing to compare with
             return
         following = self.trainer.feature(Following)
         with hooked(self.trainer.model) as hook:
             self.witness = compare_modules(self.trainer, self._kernels, hook, following and following.forward)
         self._report(follows=following is not None)
-        self._compared = True  # not before: a run that goes on after the error is compared again
+        self._is_compared = True  # not if `_report` raises: a trainer that is used again is compared again
 
     def _report(self, follows: bool) -> None:
         """Raise or warn on every rank if any rank found a difference. Collective."""
@@ -85,24 +112,218 @@ class SameModel(Feature):
         logger.warning(text)
 
 
-def compare_modules(trainer: Any, kernels: EngineKernels, hook: AttentionHook, forward: OneForward | None) -> Witness:
-    """Run a short text through the policy and return what its modules have in common with the engine's.
+class Witness:
+    """Compares the modules that run inside `watching`, and collects the results in `findings`.
 
-    `forward` lets the policy follow the engine; None: it does not.
+    Args:
+        model: The policy, in any wrappers.
+        hook: The hook on the policy's attention.
+        longest: Number of tokens of the longest sequence of the run.
+        forward: Lets the policy follow the engine; None: it does not follow.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kernels: EngineKernels,
+        hook: AttentionHook,
+        longest: int,
+        forward: OneForward | None = None,
+    ):
+        self._model, self._kernels, self._hook, self._longest = model, kernels, hook, longest
+        self._forward = forward
+        self.findings = Findings()
+        self._names = {module: checkpoint_name(name) for name, module in model.named_modules()}
+        self.values = None if forward is None else Values(forward, self._names, self.findings)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Compare the modules that run in the block, without dropout and without gradients."""
+        decoder = set(self._hook.base.get_decoder().modules())
+        training = self._model.training
+        compared: dict[nn.Module, Callable] = {}
+        for path, module in self._model.named_modules():
+            if module in decoder and not of_adapter(path, self._model):
+                if self._forward is None:  # else the comparison of outputs covers these
+                    self._compare_definitions(self._names[module], module)
+                if is_rotary(module):
+                    compared[module] = self._rotary
+        if self._forward is not None:
+            for module in self._forward.modules.values():
+                compare = self.values.of(module)
+                if compare is not None:
+                    compared[module] = compare
+        with torch.no_grad(), ExitStack() as handles, self._hook.watched(self._attention):
+            handles.callback(self._model.train, training)
+            self._model.eval()
+            for module, compare in compared.items():
+                # Prepend, because the hooks of FSDP2 and ZeRO-3 shard the weights again
+                hook = partial(self._call, compare)
+                handles.enter_context(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
+            yield
+
+    def _compare_definitions(self, name: str, module: nn.Module) -> None:
+        """Compare the eps of a norm, or the formula of act(gate) * up."""
+        own = vars(module).get("variance_epsilon", vars(module).get("eps"))  # transformers' names
+        engine = None if own is None else self._kernels.eps(name)
+        if engine is not None:
+            self.findings.compare_numbers(name, "eps", own, engine)
+        if kind := mlp_kind(module):
+            up = torch.ones_like(GATES)
+            found = self._kernels.reference_activation(name, torch.cat([GATES, up], -1))
+            if found is not None:
+                act = getattr(module, MLPS[kind][-1])
+                own = act(GATES)
+                bound = activation_bound(own, GATES, up)
+                self.findings.compare_outputs("activation", name, found, own, bound, "activation, act(gate) * up")
+
+    def _call(self, compare: Callable, module: nn.Module, args: tuple, kwargs: dict, output: object) -> object:
+        """Compare after a call of `module`. Return a replacement of `output`; None to leave it."""
+        if self._forward is None:
+            own_class = type(module)
+            not_following = nullcontext()
+        elif self._forward.on:
+            own_class = module.before
+            not_following = self._forward.switched(on=False)
+        else:  # `compare` is calling transformers' forward of a module around this one
+            return None
+        with not_following, torch.autocast(self._hook.device.type, enabled=False):
+            return compare(module, partial(own_class.forward, module), args, kwargs, output)
+
+    def _attention(
+        self,
+        attend: Callable,
+        module: nn.Module,
+        states: tuple[Tensor, ...],
+        mask: Tensor | None,
+        options: dict,
+        output: Tensor,
+    ) -> None:
+        """Compare one layer of attention; see `AttentionHook.watched`."""
+        findings, name, layer = self.findings, self._names[module], module.layer_idx
+        scaling, window, softcap = self._kernels.scores(layer)
+        own_scaling = options.get("scaling") or states[0].shape[-1] ** -0.5
+        # A scaling of 1 may mean that the queries are already scaled, as OPT's are. No policy that follows does that
+        if own_scaling != 1 or self._forward is not None:
+            findings.compare_numbers(name, "scaling of scores", own_scaling, scaling)
+        cap = options.get("softcap")
+        quantity = "soft cap of scores"
+        if cap and self._forward is None and self._hook.implementation == "sdpa":
+            # torch's attention has no soft cap, whatever the config says. A policy that follows never calls it
+            cap = None
+            quantity = "soft cap of scores, for which attn_implementation has to be 'eager'"
+        findings.compare_numbers(name, quantity, cap, softcap)
+        if mask is not None and "sees" in vars(mask):
+            compare_window(findings, name, mask.sees, window, self._longest - 1, self._hook.device)
+        if self._forward is None:
+            return
+        with torch.autocast(self._hook.device.type, enabled=False):
+            query, key, value = (state.float() for state in states)
+            own, magnitudes = (attend(module, query, key, v, mask, **options)[0] for v in (value, value.abs()))
+        # The output is a weighted mean of v, and is rounded to BF16 twice. Over an FP8 cache, kernels also round the
+        # weights to e4m3. Scores are FP32 sums, whose rounding changes a weight by less than that
+        in_fp8 = self._hook.scales_L3 is not None and layer not in self._hook.skip_layers
+        bound = (2 * U16 + (U8 if in_fp8 else 0)) * magnitudes
+        findings.compare_outputs("attention", name, output, own, bound, "output of attention")
+
+    def _rotary(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
+        """Compare cos and sin at positions of the whole run. Return a call that also compares rotated q and k."""
+        x, position_ids, *layer_type = (*args, *kwargs.values())  # transformers passes them by position or by name
+        positions = torch.linspace(0, self._longest - 1, min(POSITIONS, self._longest), device=x.device).long()
+        # Some models have several kinds of positions, in leading dims of `position_ids`
+        probe = positions.expand(*position_ids.shape[:-2], 1, len(positions))
+        angles = own(x[:1, :1].float(), probe, *layer_type)
+        if isinstance(angles, Tensor):  # complex numbers (DeepSeek-V2), which no policy that follows has
+            return None
+        cos_sin = tuple(part.reshape(-1, len(positions), part.shape[-1])[0] for part in angles)
+        types = getattr(module.config, "layer_types", None) or []
+        names = {attention.layer_idx: self._names[attention] for attention in self._hook.attention}
+        same = True
+        for layer in self._hook.kv_layers:
+            if not layer_type or layer_type[0] is None or types[layer] == layer_type[0]:
+                engine = self._kernels.angles(layer, positions)
+                if engine is not None:
+                    same &= compare_angles(self.findings, names[layer], positions, cos_sin, engine)
+        if self._forward is None or not same:  # if angles differ, rotated q and k differ, too
+            return None
+        call = WitnessedRotaryCall(output[0], partial(self.values.rotated, self._names[module]))
+        return call, call
+
+
+class WitnessedRotaryCall(RotaryCall):
+    """A `RotaryCall` that also compares its result."""
+
+    def __init__(self, call: RotaryCall, compare: Callable):
+        self._call, self._compare = call, compare
+
+    def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        rotated = self._call(apply, query, key)
+        self._compare(apply, self._call.cos_sin, (query, key), rotated)
+        return rotated
+
+
+def compare_modules(trainer: Any, kernels: EngineKernels, hook: AttentionHook, forward: OneForward | None) -> Witness:
+    """Run a short text through the policy, and return the comparison of its modules with the engine's.
+
+    `forward` lets the policy follow the engine; None: it does not follow.
     """
     positions = hook.base.config.get_text_config().max_position_embeddings
     longest = trainer.args.vllm_max_model_length or positions
     witness = Witness(trainer.model, kernels, hook, longest, forward)
     with torch.no_grad(), ExitStack() as around:
         if forward is not None:
-            # The policy calls the engine, whose cache rounds k and v, and the output head is compared, too
+            # Follow the engine, with its rounding of the KV cache, and compare the output head, too
             around.enter_context(as_rollouts_saw(trainer.features))
             around.enter_context(forward.switched(on=True))
             around.enter_context(scored_by(followed_head(forward, witness.values.head)))
         around.enter_context(witness.watching())
-        # A short text, the same on all ranks, through TRL's own method: no other feature takes part in the pass
-        tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
+        # The same short text on all ranks. `score_alone` calls TRL's own method, so no other feature observes the pass
+        tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TEXT_TOKENS, longest)]
         ids = torch.tensor([tokens], device=trainer.accelerator.device)
         mask = torch.ones_like(ids)
         trainer.score_alone(ids, mask, len(tokens) - 1)
     return witness
+
+
+def compare_window(findings: Findings, name: str, sees: Callable, window: int | None, last: int, device) -> None:
+    """Compare which keys a query sees: a query at the first, middle and last positions, and at the edge of the window.
+
+    Args:
+        sees: The policy's rule; see `AttentionHook.watched`.
+        window: Number of tokens that a query of the engine sees, itself included; None: all before it.
+        last: The last position of a run.
+    """
+    key = torch.arange(last + 1, device=device)
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    edges = () if window is None else (window - 1, window, window + 1)
+    for query in sorted({min(position, last) for position in (0, 1, last // 2, last, *edges)}):
+        own = sees(zero, zero, key[query], key).expand(key.shape)
+        engine = key <= query if window is None else (key <= query) & (key > query - window)
+        counts = f"a query at position {query} sees {int(own.sum())} keys, the engine's {int(engine.sum())}"
+        if not findings.note(torch.equal(own, engine), name, f"window of attention ({counts})"):
+            return
+
+
+def compare_angles(
+    findings: Findings, name: str, positions: Tensor, own: tuple[Tensor, ...], engine: tuple[Tensor, ...]
+) -> bool:
+    """Compare cos and sin `[P, angles]` of both sides. Return whether they are the same.
+
+    transformers may have each angle twice, in two halves or interleaved.
+    """
+    width, angles = own[0].shape[-1], engine[0].shape[-1]
+    turned = f"the policy turns {width} of a head, the engine {2 * angles}"
+    if not findings.note(width in (angles, 2 * angles), name, f"turned channels ({turned})"):
+        return False
+    orders = [slice(None)] if width == angles else [slice(angles), slice(None, None, 2)]
+    # The first term is for an engine that stores cos and sin in BF16. An angle is the position times an FP32
+    # frequency, and each side rounds the frequency and the product: the second term
+    bound = U16 * engine[0].abs().max().item() + 2.0**-22 * positions[:, None]
+    best = None
+    for order in orders:
+        errors = [(mine[:, order] - theirs.float()).abs() / bound for mine, theirs in zip(own, engine, strict=True)]
+        error_P = torch.cat(errors, -1).amax(-1)
+        if best is None or error_P.max() < best.max():
+            best = error_P
+    wrong = positions[best > 1].tolist()
+    return findings.note(not wrong, name, f"rotary angles (from position {wrong[0] if wrong else None} on)")

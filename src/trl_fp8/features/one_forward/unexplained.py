@@ -1,12 +1,16 @@
-"""Warnings about the parts of a mismatch that the engine's number formats do not explain (explanation.py)."""
+"""Warnings about the parts of a mismatch that FP8 does not explain, and a note about the part that it does explain.
+
+explanation.py measures the parts.
+"""
 
 from collections.abc import Mapping
 
 
 EXPLAINED, UNEXPLAINED, SCORING = "mismatch/explained_k3", "mismatch/unexplained_k3", "mismatch/scoring_k3"
-# Shared kernels leave 0 on a CPU. Under one forward on a GPU the mean |log r| is at most 1e-3, a k3 of about 5e-7
+# On a CPU, shared kernels leave a k3 of 0. On a GPU, one forward allows a mean |log r| of 1e-3, a k3 of about 5e-7
 MAX_UNEXPLAINED_K3 = 1e-6
-LARGE_EXPLAINED_K3 = 0.01  # between 0.006, where no loss was found, and 0.03, where one was (docs/evidence.md)
+# At an explained k3 of 0.006 no loss of learning was found, at 0.03 one was (docs/evidence.md)
+LARGE_EXPLAINED_K3 = 0.01
 TEXTS = {
     UNEXPLAINED: (
         "unexplained mismatch. The engine's kernels on the policy's weights do not give the log-probs of the "
@@ -24,7 +28,10 @@ TEXTS = {
 
 
 def mismatch_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return warnings of parts that are no format's, by metric. NaN (nothing measured) is not a warning."""
+    """Return a warning by metric for each part that FP8 does not explain and that is too large.
+
+    There is no warning for NaN, which means that nothing was measured.
+    """
     warnings = {}
     for name, text in TEXTS.items():
         value = metrics.get(name, 0.0)
@@ -34,9 +41,9 @@ def mismatch_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def explained_note(metrics: Mapping[str, float]) -> str:
-    """Return a sentence on a large explained part and what lowers it; empty if it is not large."""
+    """Return a note on the explained part and on what lowers it, if it is large; else an empty string."""
     explained = metrics.get(EXPLAINED, 0.0)
-    if not explained > LARGE_EXPLAINED_K3:
+    if not explained > LARGE_EXPLAINED_K3:  # also for NaN
         return ""
     dropout = "" if SCORING in metrics else " So does dropout that is on, which no pass measures here by itself."
     return (

@@ -1,17 +1,19 @@
-"""Comparison of each module's own forward with what the engine computes, in a policy that follows the engine.
+"""Comparison of the engine's outputs with transformers' forward of each module, in a policy that follows the engine.
 
-A comparison gets the module, its forward by transformers (`own`), the arguments of a call, and the engine's output.
-While it runs, the policy does not follow. Both outputs may differ by what rounding explains. BF16
-keeps 8 significant bits and e4m3 keeps 4. Rounding to nearest moves a value by half a step at most:
+A comparison gets the module, transformers' forward of it (`own`), the arguments of a call, and the engine's output.
+While it runs, the policy does not follow. In this file `found` is what the engine computed, and `own` or `computed`
+what transformers did. The two may differ by no more than rounding explains. BF16 keeps 8 significant bits and e4m3
+keeps 4. Rounding to nearest changes a value by at most half a step:
 
     |round(v) - v|  <=  u |v|        u = 2^-8 (BF16), 2^-4 (e4m3)
 
-Below 2^-6 of its scale e4m3 has steps of 2^-9 of that scale. A scale is at most 2 amax / 448 (it may be rounded up to
-a power of two), so that half a step is less than 2^-17 amax, which is u times 2^-13 amax.
+Values below 2^-6 times the scale are an exception, because there e4m3 has steps of 2^-9 times the scale. A scale is at
+most 2 amax / 448, since it may be rounded up to a power of two. So half a step is less than 2^-17 amax, which is u
+times 2^-13 amax (`SMALL`).
 
-A module that rounds each number a few times has a bound for each of its outputs. A matrix product adds up thousands of
-roundings with independent signs, so that their squares add up. The sum of their absolute values would be a bound that
-any output passes. FP32 sums round at 2^-24, which is below all of these bounds.
+If a module rounds each number only a few times, each of its outputs has a bound. A matrix product adds up thousands of
+roundings with independent signs, so their squares add up. (A bound from the sum of their absolute values would be so
+large that any output passes.) FP32 sums round at 2^-24, which is far below all of these bounds.
 
 Shape letters: T tokens, K in-features, N out-features, E experts, V vocabulary, D draws.
 """
@@ -32,43 +34,43 @@ from .followed_linear import FollowedAdapter, FollowedLinear, tokens_of
 from .one_forward import OneForward
 
 
-U8, U16 = 2.0**-4, 2.0**-8
-SMALL = 2.0**-13  # of the largest value: a value of this size or less is rounded like one of this size
-ROWS = 1024  # of a weight that are squared at a time
-TINY = 2.0**-20  # mean square of rows that show a norm's eps
-DRAWS = 4  # number of directions in which the input of experts is moved
+U8, U16 = 2.0**-4, 2.0**-8  # u of e4m3 and of BF16
+SMALL = 2.0**-13  # times the largest value: smaller values are rounded by no more than a value of this size
+ROWS = 1024  # number of a weight's rows that are squared at a time
+TINY = 2.0**-20  # mean square of rows that are so small that they show a norm's eps
+DRAWS = 4  # number of random directions in which the input of experts is changed
 
 
 class Findings:
-    """The result of a comparison: what differs, and how near the rest came to its bounds."""
+    """The results of all comparisons: the differences, and how close the errors came to their bounds."""
 
     def __init__(self):
-        # Module -> the first quantity that differs, since others may follow from it, and what both sides have
+        # Module -> the first quantity that differs, with its values. Further differences may only be consequences
         self.differences: dict[str, str] = {}
-        self.excesses: dict[str, float] = {}  # kind of module -> the largest error over its bound
+        self.excesses: dict[str, float] = {}  # kind of module -> the largest ratio of an error to its bound
         self.compared = 0  # number of comparisons
 
     def lines(self) -> list[str]:
         return [f"{module}: {quantity}" for module, quantity in self.differences.items()]
 
-    def values(
+    def compare_outputs(
         self, kind: str, module: str, found: Tensor, own: Tensor, bound: Tensor, quantity: str = "output"
     ) -> bool:
-        """Compare two outputs; `bound`: see `excess_of`. False if rounding does not explain the error."""
+        """Return whether rounding explains the difference of two outputs. `bound`: see `excess_of`."""
         excess = excess_of(found, own, bound)
         self.excesses[kind] = max(excess, self.excesses.get(kind, 0.0))
         relative = ((found.double() - own.double()).norm() / own.double().norm().clamp_min(1e-30)).item()
         apart = f"error {relative:.2g} of its size, {excess:.1f} times what rounding explains"
-        return self.require(excess <= 1, module, f"{quantity} ({apart})")
+        return self.note(excess <= 1, module, f"{quantity} ({apart})")
 
-    def same(self, module: str, quantity: str, own: float | None, engine: float | None) -> bool:
-        """Compare two numbers up to the rounding of FP32; None or 0 where there is none."""
+    def compare_numbers(self, module: str, quantity: str, own: float | None, engine: float | None) -> bool:
+        """Return whether two numbers are equal up to the rounding of FP32. None and 0 are equal: both mean none."""
         is_close = abs((own or 0) - (engine or 0)) <= 1e-6 * abs(own or 0)
         of_policy, of_engine = (f"{value:.6g}" if value else "none" for value in (own, engine))
-        return self.require(is_close, module, f"{quantity} (the policy's {of_policy}, the engine's {of_engine})")
+        return self.note(is_close, module, f"{quantity} (the policy's {of_policy}, the engine's {of_engine})")
 
-    def require(self, same: bool, module: str, quantity: str) -> bool:
-        """Note whether something is the same on both sides, and return that."""
+    def note(self, same: bool, module: str, quantity: str) -> bool:
+        """Count a comparison. If the sides are not the `same`, note the quantity. Return `same`."""
         self.compared += 1
         if not same:
             self.differences.setdefault(module, quantity)
@@ -76,7 +78,7 @@ class Findings:
 
 
 class Values:
-    """Comparisons of a policy's modules, whose checkpoint names are `names`."""
+    """Comparisons of a policy's modules. `names` has their checkpoint names."""
 
     def __init__(self, forward: OneForward, names: dict[nn.Module, str], findings: Findings):
         self._forward, self._names, self._findings = forward, names, findings
@@ -93,19 +95,19 @@ class Values:
         }
 
     def of(self, module: nn.Module) -> Callable | None:
-        """Return the function that compares `module`; None if its wrapper is compared, or it has no values."""
-        if isinstance(module, FollowedLinear) and module.adapted:
+        """Return the function that compares `module`, or None."""
+        if isinstance(module, FollowedLinear) and module.adapted:  # PEFT's wrapper around it is compared instead
             return None
         for kind, compare in self._kinds.items():
             if isinstance(module, kind):
                 return compare
         return None
 
-    def _note(self, kind: str, module: nn.Module, *compared: Tensor, quantity: str = "output") -> bool:
-        return self._findings.values(kind, self._names[module], *compared, quantity)
+    def _compare(self, kind: str, module: nn.Module, *compared: Tensor, quantity: str = "output") -> bool:
+        return self._findings.compare_outputs(kind, self._names[module], *compared, quantity)
 
     def _linear(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare a linear layer, with its adapters: the engine computes with their sum, or with both."""
+        """Compare a linear layer with its adapters."""
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         weight = dequantize_weight(base.codes, torch.float32) if isinstance(base, HoldsCodes) else base.weight
         if isinstance(module, BaseTunerLayer):
@@ -114,33 +116,35 @@ class Values:
         computed = own(args[0].to(base.weight.dtype))
         x_TK, own_TN, found_TN = (rows.flatten(0, -2) for rows in (args[0], computed, output))
         bound_T = linear_bound(x_TK, weight, own_TN, U8 if base.is_fp8 else U16)
-        self._note("FP8 linear" if base.is_fp8 else "linear", module, found_TN, own_TN, bound_T)
+        self._compare("FP8 linear" if base.is_fp8 else "linear", module, found_TN, own_TN, bound_T)
 
     def _norm(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare a norm on its rows and on tiny rows: only those show with which eps the engine computes."""
+        """Compare a norm on its input, and on tiny rows, because only those show which eps the engine uses."""
         x = args[0].to(torch.bfloat16)
         shrink = (TINY / x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()
         tiny = (x * shrink).to(torch.bfloat16)
         of_tiny = f"eps (output for rows whose mean square is {TINY:.1g})"
-        for rows, found, quantity in (x, output, "output"), (tiny, module._value(tiny), of_tiny):
+        for rows, found, quantity in (x, output, "output"), (tiny, module._engine_value(tiny), of_tiny):
             with _in_bf16(module):
                 computed = own(rows.float())
-            # x times the inverse root, and that times the weight, are rounded to BF16, in either order and at most
-            # twice each. The mean that a LayerNorm takes away is FP32
+            # The output is x times the inverse root times the weight. Each of the two products is rounded to BF16 at
+            # most twice. The second term is for the mean that a LayerNorm subtracts, in FP32
             bound = 4 * U16 * computed.abs() + 2.0**-16 * computed.abs().amax(-1, keepdim=True)
-            if not self._note("norm", module, found, computed, bound, quantity=quantity):
+            if not self._compare("norm", module, found, computed, bound, quantity=quantity):
                 return
 
     def _mlp(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare the input of the last linear in `own`. Linears are compared by themselves."""
-        x, seen = args[0].to(module.down_proj.weight.dtype), {}
+        """Compare act(gate) * up, the input of the last linear layer. Linear layers are compared by themselves."""
+        x = args[0].to(module.down_proj.weight.dtype)
+        outputs: dict[nn.Module, Tensor] = {}  # those of gate and up, rounded to BF16 as in the engine
+        products: list[Tensor] = []  # act(gate) * up by transformers
 
         def round_output(linear: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            seen[linear] = output.to(torch.bfloat16)
-            return seen[linear].float()
+            outputs[linear] = output.to(torch.bfloat16)
+            return outputs[linear].float()
 
         def note_product(linear: nn.Module, args: tuple) -> tuple[Tensor]:
-            seen["product"] = args[0].flatten(0, -2)
+            products.append(args[0].flatten(0, -2))
             return (args[0].to(x.dtype),)
 
         fused = isinstance(module, FollowedFusedMLP)
@@ -150,24 +154,24 @@ class Values:
                 handles.enter_context(linear.register_forward_hook(round_output))
             handles.enter_context(module.down_proj.register_forward_pre_hook(note_product))
             own(x)
-        gate_up = torch.cat([seen[linear] for linear in linears], -1).flatten(0, -2)
-        bound = activation_bound(seen["product"], *gate_up.float().chunk(2, -1))
+        gate_up = torch.cat([outputs[linear] for linear in linears], -1).flatten(0, -2)
+        bound = activation_bound(products[0], *gate_up.float().chunk(2, -1))
         found = module.engine(gate_up)
-        self._note("activation", module, found, seen["product"], bound, quantity="activation, act(gate) * up")
+        self._compare("activation", module, found, products[0], bound, quantity="activation, act(gate) * up")
 
     def _sum(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare the sum of a layer's input with the outputs of its attention and its MLP."""
+        """Compare the sum of a layer's input, the output of its attention and that of its MLP."""
         hidden = args[0].float()
-        with self._forward.switched(on=True):  # the parts of the layer follow
+        with self._forward.switched(on=True):  # so that attention and MLP follow
             computed = own(hidden, *args[1:], **kwargs)
-        # Both sums of `hidden + (attention + MLP)` are rounded to BF16
-        self._note("residual sum", module, output, computed, U16 * (2 * computed.abs() + hidden.abs()))
+        # The engine rounds both sums in `hidden + (attention + MLP)` to BF16
+        self._compare("residual sum", module, output, computed, U16 * (2 * computed.abs() + hidden.abs()))
 
     def _embedding(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare rows, which may be scaled."""
+        """Compare embeddings, which may be scaled."""
         computed = own(*args, **kwargs).float()
-        # Rows, the number that they are multiplied by, and the product are BF16
-        self._note("embedding", module, output, computed, 3 * U16 * computed.abs())
+        # Three roundings to BF16: of the rows, of the scale, and of their product
+        self._compare("embedding", module, output, computed, 3 * U16 * computed.abs())
 
     def _router(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> None:
         """Compare logits, then the chosen experts, then the gate weights of tokens with the same experts."""
@@ -176,19 +180,20 @@ class Values:
             own_TE, own_gates, own_chosen = own(x_TK)
         found_TE, gates, chosen = output
         bound_T = linear_bound(x_TK, weights["weight"], own_TE, U16)
-        if not self._note("router", module, found_TE, own_TE, bound_T, quantity="logits"):
+        if not self._compare("router", module, found_TE, own_TE, bound_T, quantity="logits"):
             return
-        # Rounding may exchange experts whose logits differ by less than its bound
+        # Rounding may exchange experts if their logits differ by less than twice the bound
         behind_T = own_TE.gather(-1, own_chosen).amin(-1) - own_TE.gather(-1, chosen.long()).amin(-1)
-        if not self._findings.require(bool((behind_T <= 2 * bound_T).all()), self._names[module], "chosen experts"):
+        if not self._findings.note(bool((behind_T <= 2 * bound_T).all()), self._names[module], "chosen experts"):
             return
         experts, order = chosen.long().sort(-1)
         own_experts, own_order = own_chosen.long().sort(-1)
         same_T = (experts == own_experts).all(-1)
         found, computed = gates.gather(-1, order)[same_T], own_gates.gather(-1, own_order)[same_T]
-        bound = computed * (torch.expm1(2 * bound_T[same_T, None]) + 4 * U16)  # of a softmax
+        # If each logit changes by at most b, a softmax changes by at most the factor exp(2 b)
+        bound = computed * (torch.expm1(2 * bound_T[same_T, None]) + 4 * U16)
         if len(found):
-            self._note("router", module, found, computed, bound, quantity="gate weights")
+            self._compare("router", module, found, computed, bound, quantity="gate weights")
 
     def _experts(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         """Compare the experts of a layer, for the engine's choice and gate weights."""
@@ -200,7 +205,7 @@ class Values:
         signs = torch.randint(2, (DRAWS, *x.shape), generator=torch.Generator().manual_seed(0)).to(x) * 2 - 1
         moved = torch.stack([own(x * (1 + unit * sign), chosen, gates) - computed for sign in signs])
         kind = "FP8 experts" if in_fp8 else "experts"
-        self._note(kind, module, output, computed, experts_bound(moved, computed))
+        self._compare(kind, module, output, computed, experts_bound(moved, computed))
 
     def head(
         self,
@@ -211,46 +216,51 @@ class Values:
         softcap: float | None,
         found: Tensor,
     ) -> None:
-        """Compare logits `[T, V]`; the engine's are `found`, transformers scales by `scale` and caps by `softcap`."""
+        """Compare logits `[T, V]`. `found` are the engine's. transformers scales by `scale` and caps at `softcap`."""
         with torch.autocast(hidden_TK.device.type, enabled=False):
             x_TK = tokens_of(hidden_TK)
             own_TV = nn.functional.linear(x_TK.to(weight.dtype), weight, bias).float()
             bound_T = abs(scale) * linear_bound(x_TK, weight, own_TV, U16)
             own_TV = own_TV * scale
-            if softcap is not None:  # a cap moves two numbers no further apart
+            if softcap is not None:  # capping increases no difference, so the bound stays
                 own_TV = softcap * torch.tanh(own_TV / softcap)
             bound_T = bound_T + 2 * U16 * own_TV.norm(dim=-1)
             found_TV = found[:, : len(weight)].float()
-        self._findings.values("output head", "lm_head", found_TV, own_TV, bound_T, "logits, scaled and capped")
+        self._findings.compare_outputs(
+            "output head", "lm_head", found_TV, own_TV, bound_T, "logits, scaled and capped"
+        )
 
     def rotated(self, name: str, apply: Callable, cos_sin: tuple, states: tuple, rotated: tuple) -> None:
         """Compare q and k `[B, H, T, D]` after the engine's rotary embedding `name`; `states` are those before it."""
         with torch.autocast(cos_sin[0].device.type, enabled=False):
             own = apply(*(state.float() for state in states), *cos_sin)
         for which, state, found, computed in zip("qk", states, rotated, own, strict=True):
-            # A channel is the sum of two channels times cos and sin. The angles, the products and the sum are rounded
-            # to BF16. Only the policy's function knows which two, so the bound is that of any two
+            # A rotated channel is the sum of two channels times cos and sin. The angles, the products and the sum are
+            # rounded to BF16. Only `apply` knows which two channels, so the bound is that for any two
             largest = 2 * cos_sin[0].abs().max().item() * state.float().abs().amax(-1, keepdim=True)
             quantity = f"{which}, turned by its rotary embedding"
-            self._findings.values("rotary", name, found, computed, 4 * U16 * largest, quantity)
+            self._findings.compare_outputs("rotary", name, found, computed, 4 * U16 * largest, quantity)
 
 
 @contextmanager
 def _in_bf16(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Replace the module's own parameters, inside the block, by the BF16 numbers that the engine was sent, in FP32."""
+    """Replace the module's direct parameters, inside the block, by the BF16 values of the engine, as FP32 tensors."""
     rounded = {name: p.to(torch.bfloat16).float() for name, p in module.named_parameters(recurse=False)}
     with holding(module, rounded):
         yield rounded
 
 
 def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -> Tensor:
-    """Return the bound `[T]` on the norm of a token's errors in `y = x @ W.T` with both operands rounded by `unit`.
+    """Return the bound `[T]` on the norm of a token's errors in `y = x @ W.T`, if both operands are rounded.
 
-        |x w - round(x) round(w)|  <=  2 u |x w|          of each of K products
-        bound^2  =  sum_NK (2 u x w)^2 + (2 u16 |y|)^2    the second: outputs and partial sums are BF16
+    `unit` is their u. For each of the K products of an output
 
-    The first term takes the largest error of each product, whose mean square is a ninth of it. Rounding therefore
-    stays below the bound, and the error of another weight, which is as large as y, does not.
+        |x w - round(x) round(w)|  <=  2 u |x w|
+        bound^2  =  sum_NK (2 u x w)^2 + (2 u16 |y|)^2
+
+    The second term is there because outputs and partial sums are BF16. The first term takes the largest error of each
+    product. The mean square of these errors is a ninth of its square, so rounding stays below the bound. If the engine
+    had another weight, the error would be as large as y, and exceed the bound.
     """
     x_TK, weight_NK = x_TK.double().abs(), weight_NK.detach()
     x_TK = (x_TK + SMALL * x_TK.amax(-1, keepdim=True)).square()
@@ -262,28 +272,30 @@ def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -
 
 
 def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
-    """Return the bound `[T]` on the norm of a token's errors, for experts: two products with a function between them.
+    """Return the bound `[T]` on the norm of a token's errors in the output of experts.
 
-    `responses_DTK` are D changes of the output, each after every input moved by `u`, up or down at random. Four
-    operands are rounded: input, both weights, and the activation between. Each has an effect like the input's, and
-    the squares of four independent effects add up to the square of twice one.
+    Experts are two products with an activation function between them, so four operands are rounded: the input, both
+    weights, and the activation. `responses_DTK` are D changes of the output after every element of the input was
+    changed by the fraction u, up or down at random. Each of the four roundings has about this effect. They are
+    independent, so their squares add up, to four times the square of one: hence the factor 2.
     """
     response_T = responses_DTK.double().square().sum(-1).mean(0).sqrt()
     return 2 * response_T + 2 * U16 * own_TK.double().norm(dim=-1)
 
 
 def activation_bound(own: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Return the bound of each output of act(gate) * up, where act and the product are rounded to BF16.
+    """Return the bound of each output of act(gate) * up, if act and the product are rounded to BF16.
 
-    Far below 0 a GELU is a difference of FP32 numbers that nearly cancel, hence the second term.
+    The second term is for GELU, which far below 0 is the difference of two nearly equal FP32 numbers.
     """
     return 3 * U16 * own.abs() + 2.0**-20 * (gate * up).abs()
 
 
 def excess_of(found: Tensor, own: Tensor, bound: Tensor) -> float:
-    """Return the ratio of an error to its bound; infinite if an output is not a number.
+    """Return the ratio of an error to its bound; infinity if an output is not a number.
 
-    For a bound of each element it is the largest ratio, for a bound `[T]` of each token's norm the root mean square.
+    If each element has a bound, it is the largest ratio. If `bound` `[T]` is for the norm of each token's errors, it
+    is the root mean square over tokens.
     """
     error, bound = found.double() - own.double(), bound.double().clamp_min(1e-30)
     if bound.dim() < error.dim():

@@ -1,13 +1,13 @@
 """Routes: the experts that the engine's routers chose, for every token of every rollout.
 
-vLLM's second model runner (CUDA) returns them with each completion (`enable_return_routed_experts`). On CPU vLLM has
-only the first runner: there `RouterCapture` uses the same hook of its routers, without prefix caching, because no
-router sees a cached token. A sequence of T tokens has T - 1 rows: the last token was sampled, but never fed back.
+vLLM's second model runner (CUDA) returns routes with each completion (`enable_return_routed_experts`). On CPU vLLM has
+only the first runner. There `RouterCapture` reads them through the same hook of vLLM's routers. This needs prefix
+caching off, because no router runs for a cached token. A sequence of T tokens has T - 1 rows, because its last token
+was sampled, but never fed back.
 
 Shape letters: T tokens, L decoder layers of the model (dense ones too), K experts per token.
 """
 
-import re
 from functools import partial
 
 import numpy as np
@@ -25,45 +25,42 @@ from trl_fp8.upstream import vllm as upstream
 
 
 class RouteLog(RolloutLog):
-    """Routes `[T - 1, L, K]` of everything generated since `begin`; `NOWHERE` for tokens that were never fed (a tool's
-    last result).
+    """Routes `[T - 1, L, K]` of everything generated since `begin`. `NOWHERE` at tokens that were never fed to the
+    engine, such as the last result of a tool.
     """
 
     unknown = "no router's choice is known for them"
+    refused = "router_replay: vLLM cannot return the experts that it chooses"
+    refusal = r"AuxOutput[^\[\n]*"
     otherwise = "set router_replay='off'"
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        # With a prefix cache vLLM (on CUDA) stores the routes of cached tokens, too. On CPU routers are read as they
-        # run, and would not run for a cached token
-        cached = platform.name == "cuda"
-        if cached and recipe.tensor_parallel_size > 1:
+        # On CUDA vLLM returns routes, also of tokens in its prefix cache. On CPU routers are read while they run, and
+        # they do not run for a cached token
+        on_cuda = platform.name == "cuda"
+        if on_cuda and recipe.tensor_parallel_size > 1:
             raise ValueError(
                 f"router_replay with vllm_tensor_parallel_size={recipe.tensor_parallel_size} on cuda: only the first "
                 "rank of a vLLM engine returns the experts that it chose, and its other ranks fail without them. "
                 "Set vllm_tensor_parallel_size=1, or router_replay='off'."
             )
-        if cached and user.get("async_scheduling"):
+        if on_cuda and user.get("async_scheduling"):
             raise ValueError(
                 "vllm_engine_kwargs sets async_scheduling=True with router_replay: vLLM cannot reset its prefix "
                 "cache after a weight sync while a batch whose routes it returns is in flight. Remove it, or set "
                 "router_replay='off'."
             )
-        if user.get("enable_prefix_caching", cached) != cached:
+        if user.get("enable_prefix_caching", on_cuda) != on_cuda:
             raise ValueError(
-                f"vllm_engine_kwargs sets enable_prefix_caching={not cached} with router_replay, which needs "
-                f"{cached} on {platform.name}. Remove it, or set router_replay='off'."
+                f"vllm_engine_kwargs sets enable_prefix_caching={not on_cuda} with router_replay, which needs "
+                f"{on_cuda} on {platform.name}. Remove it, or set router_replay='off'."
             )
-        # A batch that is scheduled ahead would be in flight when a sync resets the prefix cache: `begin_step`
-        # (`aux_output_connector/worker.py`) then fails an assertion
-        returned = {"enable_return_routed_experts": True, "async_scheduling": False} if cached else {}
-        return {"enable_prefix_caching": cached, **returned}
-
-    def explain(self, error: ValueError) -> ValueError | None:
-        reason = re.search(r"AuxOutput[^\[\n]*", str(error))
-        return reason and ValueError(
-            f"router_replay: vLLM cannot return the experts that it chooses here: {reason[0].strip()} "
-            "Otherwise set router_replay='off'."
-        )
+        arguments = {"enable_prefix_caching": on_cuda}
+        if on_cuda:
+            # With asynchronous scheduling a batch could be in flight when a sync resets the prefix cache, and then an
+            # assertion in `begin_step` (`aux_output_connector/worker.py`) fails
+            arguments |= {"enable_return_routed_experts": True, "async_scheduling": False}
+        return arguments
 
     def started(self, generation: Generation) -> None:
         returned = generation.platform.name == "cuda"
@@ -78,15 +75,15 @@ class RouteLog(RolloutLog):
 
     def merged(self, notes: list[np.ndarray], length: int) -> np.ndarray:
         merged = np.full((length - 1, *notes[0].shape[1:]), NOWHERE, np.int16)
-        # Several calls of one conversation: later ones are written first, so that a token keeps the routes of the call
-        # that first fed it, which computed the next token's log-prob
+        # Notes of several calls in one conversation. The call that first fed a token also computed the log-prob of the
+        # next token, so its routes count: write them last
         for routes in reversed(notes):
             merged[: len(routes)] = routes[: length - 1]
         return merged
 
 
 def returned_routes(outputs: list[RequestOutput]) -> list[np.ndarray]:
-    """Return the routes that vLLM itself reported."""
+    """Return the routes that vLLM itself returned."""
     routes = [output.outputs[0].routed_experts for output in outputs]
     if any(found is None for found in routes):
         raise RuntimeError("vLLM returned no routed experts although enable_return_routed_experts was set.")
@@ -94,23 +91,25 @@ def returned_routes(outputs: list[RequestOutput]) -> list[np.ndarray]:
 
 
 class RouterCapture:
-    """Records what routers choose as they run. Needs vLLM's first model runner, eager mode and no prefix caching."""
+    """Records the choices of routers while they run, in vLLM's first model runner, eager and without prefix cache."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
-        self._step: dict[int, torch.Tensor] = {}  # layer -> experts of the forward that is running
-        self._chunks: dict[str, list[tuple[int, np.ndarray]]] = {}  # request -> first position and routes
-        modules = upstream.engine_model(llm).modules()
-        routers = {m.layer_id: m.router for m in modules if isinstance(getattr(m, "router", None), BaseRouter)}
+        self._step: dict[int, torch.Tensor] = {}  # layer -> experts chosen in the forward that is running
+        self._chunks: dict[str, list[tuple[int, np.ndarray]]] = {}  # request -> (first position, routes) of its chunks
+        routers = {}
+        for module in upstream.engine_model(llm).modules():
+            if isinstance(getattr(module, "router", None), BaseRouter):
+                routers[module.layer_id] = module.router
         if not routers:
             raise ValueError("the engine's model has no routers whose choice could be read.")
         self._layers = llm.llm_engine.model_config.get_total_num_hidden_layers()
-        self._last = max(routers)
+        self._last = max(routers)  # the last layer of a forward
         for layer, router in routers.items():
             router.set_capture_fn(partial(self._capture, layer))
 
     def __call__(self, outputs: list[RequestOutput]) -> list[np.ndarray]:
-        """Return routes of the requests that just finished; a token that was computed again keeps its first."""
+        """Return the routes of the requests that just finished. Of a token that was computed twice the first count."""
         chunks = self._chunks
         self._chunks = {}
         return [np.concatenate(_without_repetitions(chunks[output.request_id])) for output in outputs]
@@ -127,7 +126,7 @@ class RouterCapture:
 
 
 def _without_repetitions(chunks: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
-    """Return the chunks without positions that an earlier one has: a preempted request is computed again."""
+    """Return the chunks without positions that an earlier chunk has, because a preempted request is computed again."""
     rows = []
     filled = 0
     for start, chunk in chunks:

@@ -1,11 +1,11 @@
-"""Router replay: the trainer's routers use experts that were chosen elsewhere, with gate weights of their own.
+"""Router replay: the trainer's routers use the experts that the rollout chose, with gate weights of their own.
 
-Near a tie, a rounding error makes engine and trainer send a token to different experts, and its log-prob jumps: the
-largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370, about one router in ten differs). Replay takes
-the choice from the rollout and everything else from the policy: logits, softmax and normalization are the model's own,
-so gradients reach router and experts as without replay; only `topk` returns other indices, and their values.
+If two experts nearly tie, a rounding error makes engine and trainer send a token to different experts, and its
+log-prob jumps. This is the largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370: about one router in
+ten differs). Replay takes only the choice from the rollout. Logits, softmax and normalization are the model's own, so
+gradients reach routers and experts as without replay: only `topk` returns other indices, and the values there.
 
-    forward  ->  [N, K] of this layer and these rows  ->  router: softmax, topk -> these experts, normalize
+    forward  ->  routes [N, K] of this layer and these rows  ->  router: softmax, topk -> these experts, normalize
 
 Shape letters: B sequences, S tokens of a padded sequence, N = B * S, L layers with routers, K experts per token.
 """
@@ -18,27 +18,33 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trl_fp8.policy.model import transformers_model
+from trl_fp8.policy.model import decoder_input, transformers_model
 from trl_fp8.policy.swapped import swap
 from trl_fp8.recipe.names import NOWHERE, full_shape, is_router, routers
 
 
 class RouteTally:
-    """Counts (token, layer) routes on the device: fp64 `[3]`: known, used as in the rollout, own choice as there."""
+    """Counts of routes, one per token and layer, on the device: fp64 `[3]`.
+
+    The counts are: routes known from the rollout; of these, used as in the rollout; of these, chosen by the router as
+    in the rollout.
+    """
 
     def __init__(self, device: torch.device):
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, rollout_NK: Tensor, used_NK: Tensor, own_NK: Tensor, real_N: Tensor | None = None) -> None:
-        """Account for one router; tokens outside `real_N` do not count."""
+        """Count the routes of one router. Tokens outside `real_N` do not count."""
         known_N = (rollout_NK != NOWHERE).all(-1)
-        known_N = known_N if real_N is None else known_N & real_N
-        same = [known_N, _same_set(used_NK, rollout_NK) & known_N, _same_set(own_NK, rollout_NK) & known_N]
-        self.counts += torch.stack([flags.sum() for flags in same])
+        if real_N is not None:
+            known_N = known_N & real_N
+        used_as_rollout_N = known_N & _same_set(used_NK, rollout_NK)
+        chosen_as_rollout_N = known_N & _same_set(own_NK, rollout_NK)
+        self.counts += torch.stack([known_N.sum(), used_as_rollout_N.sum(), chosen_as_rollout_N.sum()])
 
 
 class RouterReplay:
-    """Replays routes in a policy, PEFT-wrapped or not, from `begin` to `end`. Messages name `flag`."""
+    """Replays routes in a policy, PEFT-wrapped or not, from `begin` to `end`. Errors name `flag`."""
 
     def __init__(self, model: nn.Module, flag: str = "router_replay"):
         base = transformers_model(model)
@@ -51,7 +57,7 @@ class RouterReplay:
         self._recorded: list[Tensor] = []
         self.end()
         for column, router in enumerate(by_layer.values()):
-            if not isinstance(router, _Replayed):  # or another trainer's: its replay is over
+            if not isinstance(router, _Replayed):  # an earlier trainer may have swapped it, whose replay ends here
                 swap(router, _Replayed, replay=None)
             router.replay = self, column
         base.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -59,23 +65,24 @@ class RouterReplay:
     def begin(
         self, routes_BSLK: Tensor | None, *, replay: bool, tally: RouteTally | None = None, record: bool = False
     ) -> None:
-        """Let the next forwards go through the rows of `routes_BSLK`, in order, in chunks of any size.
+        """Use `routes_BSLK` in the next forwards, which take its rows in order, in chunks of any size.
 
-        It has to stay in force until the backward pass ends: gradient checkpointing runs the forward again.
+        Call `end` only after the backward pass, because gradient checkpointing runs the forward again.
 
         Args:
             routes_BSLK: Experts of each token and layer, on any device, or None.
-            replay: Routers use them, except where `NOWHERE`. False: they are only compared with them.
-            tally: Agreement is counted here.
-            record: Keep the routers' own choices for `recorded`.
+            replay: Whether routers use these experts, except at `NOWHERE`. False: routers are only compared with them.
+            tally: Counts how often routers agree with the routes.
+            record: Whether the routers' own choices are stored for `recorded`.
         """
         self._routes_BSLK = routes_BSLK
         self._replay = replay
         self._tally = tally
         self._recording = record
-        self._chunk_NLK = self._real_N = None  # of the forward that is running
-        self._row = 0
-        if record or routes_BSLK is not None:  # not at the end of a pass, whose record is read then
+        self._row = 0  # first row of `routes_BSLK` that no forward has used
+        self._chunk_NLK: Tensor | None = None  # routes of the forward that is running
+        self._real_N: Tensor | None = None  # False at padding in that forward; None: no padding
+        if record or routes_BSLK is not None:  # `end`, after which `recorded` is read, leaves the record
             self._recorded = []
 
     def end(self) -> None:
@@ -83,7 +90,7 @@ class RouterReplay:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let routers choose by themselves inside the block, and go on with the replay in force after it."""
+        """Let routers choose by themselves inside the block. Continue the current replay after it."""
         state = dict(vars(self))
         self.end()
         try:
@@ -101,13 +108,13 @@ class RouterReplay:
             self.end()
 
     def recorded(self) -> Tensor:
-        """Return the routers' own choices `[B, S, L, K]` under the last `begin(record=True)`, on the device."""
+        """Return the routers' own choices `[B, S, L, K]` since the last `begin(record=True)`, on the device."""
         return torch.cat(self._recorded)
 
     def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._routes_BSLK is None and not self._recording:
             return
-        tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
+        tokens = decoder_input(args, kwargs)
         rows, length = tokens.shape[:2]
         if self._recording:
             shape = rows, length, len(self.layers), self.experts_per_token
@@ -125,7 +132,7 @@ class RouterReplay:
             self._real_N = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def route(self, column: int, forward: Callable[..., tuple], *args, **kwargs) -> tuple:
-        """Call a router's `forward` under the replay in force; its last output is the chosen experts `[N, K]`."""
+        """Call a router's `forward` with this replay. Its last output is the chosen experts `[N, K]`."""
         if self._chunk_NLK is None and not self._recording:
             return forward(*args, **kwargs)
         rollout_NK = None if self._chunk_NLK is None else self._chunk_NLK[:, column].long()
@@ -133,8 +140,8 @@ class RouterReplay:
             output = forward(*args, **kwargs)
         if len(topk.own) != 1:
             raise RuntimeError(
-                f"the router of layer {self.layers[column]} calls topk {len(topk.own)} times; replay knows routers "
-                "that choose experts by one. Set router_replay='off'."
+                f"the router of layer {self.layers[column]} calls topk {len(topk.own)} times, but replay needs one "
+                "call, which chooses the experts. Set router_replay='off'."
             )
         own_NK = topk.own[0]
         used_NK = output[-1]
@@ -146,9 +153,10 @@ class RouterReplay:
 
 
 class _TopK(TorchFunctionMode):
-    """`torch.topk` returns `indices_NK` and the values there; `own` collects its own choices.
+    """Makes `torch.topk` return `indices_NK` and the values there, and stores the indices that it chose itself in
+    `own`.
 
-    Routers of transformers differ in what they do before and after their top-k; in this call all of them agree.
+    Routers in transformers do different things before and after their top-k, but all of them call it.
     """
 
     def __init__(self, indices_NK: Tensor | None):
@@ -171,7 +179,7 @@ class _TopK(TorchFunctionMode):
 class _Replayed:
     """Mixin for a router."""
 
-    replay: tuple[RouterReplay, int]  # and the router's number among the layers that have one
+    replay: tuple[RouterReplay, int]  # the replay, and this router's column in its routes
 
     def forward(self, *args, **kwargs):
         replay, column = self.replay
@@ -180,18 +188,18 @@ class _Replayed:
 
 def _by_layer(base: nn.Module, flag: str) -> dict[int, nn.Module]:
     """Return the router of each decoder layer that has one."""
-    found = routers(base)
-    if not found:
+    routers_by_name = routers(base)
+    if not routers_by_name:
         raise ValueError(f"{flag}: {type(base).__name__} is not a mixture of experts. Set router_replay='off'.")
-    for name, router in found.items():
+    for name, router in routers_by_name.items():
         if not is_router(router):
             raise ValueError(
-                f"{flag}: {name} is a {type(router).__name__}, and replay knows routers that choose by one top-k (as "
+                f"{flag}: {name} is a {type(router).__name__}, but replay needs routers that choose by one top-k (as "
                 "in Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and GPT-OSS). Set router_replay='off'."
             )
-    return {int(re.search(r"layers\.(\d+)\.", name)[1]): router for name, router in found.items()}
+    return {int(re.search(r"layers\.(\d+)\.", name)[1]): router for name, router in routers_by_name.items()}
 
 
 def _same_set(a_NK: Tensor, b_NK: Tensor) -> Tensor:
-    """Return for each row whether `a` and `b` hold the same experts, in any order. Rows have no repetitions."""
+    """Return for each row whether `a` and `b` name the same experts, in any order. A row has no repetitions."""
     return (a_NK[:, :, None] == b_NK[:, None, :]).any(-1).all(-1)

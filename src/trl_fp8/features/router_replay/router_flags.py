@@ -1,4 +1,4 @@
-"""The flag of the routers of a mixture of experts."""
+"""The flag of router replay, for a mixture of experts."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ class RouterFlags(FlagGroup):
 
     router_replay: str = flag(
         "off",
-        "Mixture of experts only: 'off' (routers choose for themselves), 'monitor' (they still do, and "
-        "metrics say how often the engine chose otherwise), 'rollout' (every forward uses the experts that the "
-        "engine chose when it sampled, with the trainer's own gate weights) or 'policy' (the training forwards "
-        "use those of the old-log-prob pass). All but 'off' have the engine return its choices.",
+        "Mixture of experts only. 'off': the trainer's routers choose the experts. 'monitor': they still do, and "
+        "metrics say how often the engine chose otherwise. 'rollout': every forward uses the experts that the engine "
+        "chose when it sampled, with the trainer's own gate weights. 'policy': the training forwards use the experts "
+        "of the old-log-prob pass. With all values but 'off' the engine returns its choices.",
     )
 
     @property
@@ -30,7 +30,7 @@ class RouterFlags(FlagGroup):
     def wants_engine(self) -> bool:
         return self.routes_returned
 
-    def in_one_piece(self) -> bool:
+    def rules_out_tensor_parallelism(self) -> bool:
         return self.routes_returned
 
     def risks(self, outline: Outline, recipe: FP8Recipe) -> list[Risk]:
@@ -41,7 +41,7 @@ class RouterFlags(FlagGroup):
             measured = ". router_replay='monitor' measures it, 'rollout' removes it."
             return [Risk(text + measured, {"router_replay": "monitor"})]
         ranks = f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}"
-        where = ranks if outline.top_k_routers else "of this model"
+        where = ranks if outline.top_k_routers else "in this model"
         return [Risk(f"{text}, which router_replay can neither measure nor remove {where}.")]
 
     def check_model(self, outline: Outline) -> None:
@@ -69,8 +69,8 @@ class RouterFlags(FlagGroup):
                 "returns the experts that it chose. Set use_vllm=True and vllm_mode='colocate', or "
                 "router_replay='off'."
             )
-        if self.router_replay != "rollout" and self.blind_pass is not None:
+        if self.router_replay != "rollout" and self.setting_against_full_pass is not None:
             raise ValueError(
-                f"{flag} with {self.blind_pass}: it needs TRL's old-log-prob pass over every token of the rollouts. "
-                f"Remove {self.blind_pass}, or set router_replay='rollout' or 'off'."
+                f"{flag} with {self.setting_against_full_pass}: it needs TRL's old-log-prob pass over every token of "
+                f"the rollouts. Remove {self.setting_against_full_pass}, or set router_replay='rollout' or 'off'."
             )

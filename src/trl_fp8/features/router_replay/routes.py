@@ -1,13 +1,13 @@
 """The experts that the engine chose for a generation, on their way into the trainer's forwards (`router_replay`).
 
-    generated      -> [T - 1, L, K] of each sequence                         `after_generation`
-    old log-probs  -> aligned with TRL's padding, replayed or compared       `scoring`
-    batch          -> a row per sequence, which TRL shuffles and splits      `extend_batch`
-    training       -> replayed while the loss is computed                    `begin_loss`
+    generation     the engine returns routes [T - 1, L, K] of each sequence                  `after_generation`
+    old log-probs  routes are aligned with TRL's padding, and replayed or compared           `scoring`
+    batch          gets routes, a row for each sequence, because TRL shuffles sequences      `extend_batch`
+    loss           routes are replayed                                                       `begin_loss`
 
-With router_replay='rollout' the trainer's own forward goes to the experts that the FP8 engine chose. The reference of
-`beta > 0` chooses by itself, so that TRL's `kl` does not start at 0. Read it against `kl_floor`, its value
-before the first optimizer step, which is logged once.
+With router_replay='rollout' the policy's forward uses the experts that the FP8 engine chose. The reference (`beta >
+0`) chooses experts by itself, so TRL's `kl` does not start at 0. `kl_floor`, which is logged once, is the value of
+`kl` before the first optimizer step: compare later values with it.
 
 Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L layers with routers, K experts per token.
 """
@@ -32,22 +32,22 @@ ROUTES = "routed_experts"  # key of a batch, [B, S, L, K]: experts that the loss
 
 
 class Routes(Feature):
-    """Carries the engine's routes to the routers of the policy, one generation at a time."""
+    """Passes the engine's routes to the policy's routers, one generation at a time."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
         args = trainer.args
         self.mode = args.router_replay
         self.replay = RouterReplay(trainer.model, f"router_replay={self.mode!r}")
-        # Of a generation whose batch is not complete: routes `[T - 1, all layers, K]`, and lengths of the prompts
+        # Routes `[T - 1, all layers, K]` and prompt lengths of a generation; None after its batch is complete
         self._arrived: tuple[list[np.ndarray], list[int]] | None = None
-        self._tally: RouteTally | None = None  # of TRL's old-log-prob pass over the latest generation
+        self._tally: RouteTally | None = None  # made in TRL's old-log-prob pass over the latest generation
         self._loss_routes_BSLK: torch.Tensor | None = None
-        self._floor_due = bool(args.beta) and self.mode == "rollout" and not args.policy_calls_engine
-        if self._floor_due:
+        self._logs_floor = bool(args.beta) and self.mode == "rollout" and not args.policy_calls_engine
+        if self._logs_floor:
             logger.warning(
-                f"beta={args.beta} with router_replay={self.mode!r}: the reference chooses experts by itself, so that "
-                "kl does not start at 0. kl_floor in the log is its value before the first step. With "
+                f"beta={args.beta} with router_replay={self.mode!r}: the reference chooses experts by itself, so kl "
+                "does not start at 0. kl_floor in the log is the value of kl before the first step. With "
                 "fp8_forward='one_forward' kl starts at 0."
             )
 
@@ -58,17 +58,19 @@ class Routes(Feature):
         return self.log
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        routes = self.log.of(rollouts.sequences)
+        routes = self.log.notes_on(rollouts.sequences)
         self._arrived = routes, [len(prompt) for prompt in rollouts.prompt_ids]
-        self._tally = self._loss_routes_BSLK = None
+        self._tally = None
+        self._loss_routes_BSLK = None
 
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        """Replay and compare in TRL's pass over the generation that arrived; leave any other pass alone."""
+        """Replay or compare routes in TRL's first pass over a generation. Do nothing in any other pass."""
         if self._arrived is None or self._tally is not None:
             yield
             return
-        routes_BSLK = padded_routes(self.replay, *self._arrived, mask.shape[1] - logits_to_keep, mask.shape[1])
+        columns = mask.shape[1]
+        routes_BSLK = padded_routes(self.replay, *self._arrived, columns - logits_to_keep, columns)
         self._tally = RouteTally(self.trainer.accelerator.device)
         options = {"replay": self.mode == "rollout", "tally": self._tally, "record": self.mode == "policy"}
         with self.replay.during(routes_BSLK, **options):
@@ -77,16 +79,17 @@ class Routes(Feature):
             self._loss_routes_BSLK = routes_BSLK if self.mode == "rollout" else self.replay.recorded()
 
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
-        return self.replay.suspended()  # a teacher may be the policy, within its loss
+        return self.replay.suspended()  # the reference may be the policy itself, inside a loss that replays
 
     def extend_batch(self, batch: Batch) -> None:
-        if self._loss_routes_BSLK is None and self.mode == "rollout":  # TRL made no pass of its own
+        if self._loss_routes_BSLK is None and self.mode == "rollout":  # there was no old-log-prob pass
             prompts, completions = (batch.tensors[name].shape[1] for name in (PROMPT_IDS, COMPLETION_IDS))
             self._loss_routes_BSLK = padded_routes(self.replay, *self._arrived, prompts, prompts + completions)
         if self._loss_routes_BSLK is not None:
             batch.tensors[ROUTES] = self._loss_routes_BSLK
         self._arrived = None
-        if self._tally is not None:  # share of (token, layer) routes in TRL's pass that differ from the rollout's
+        if self._tally is not None:
+            # Shares of the known routes that differ from the rollout's in the old-log-prob pass
             known, used, own = self.trainer.accelerator.reduce(self._tally.counts, "sum").tolist()
             batch.metrics["router/disagreement"] = mean_of(known - used, known)
             batch.metrics["router/own_disagreement"] = mean_of(known - own, known)
@@ -98,8 +101,9 @@ class Routes(Feature):
     def end_loss(self) -> None:
         self.replay.end()
         trainer = self.trainer
-        if self._floor_due and trainer.model.training and (kl := trainer.logged.get("kl")):  # none if the loss failed
-            self._floor_due = False
+        kl = trainer.logged.get("kl")  # empty if the loss failed
+        if self._logs_floor and trainer.model.training and kl:
+            self._logs_floor = False
             if trainer.state.global_step == 0:
                 trainer.logged["kl_floor"].append(kl[0])
 
@@ -107,19 +111,20 @@ class Routes(Feature):
 def padded_routes(
     replay: RouterReplay, routes: list[np.ndarray], prompts: list[int], prompt_columns: int, columns: int
 ) -> torch.Tensor:
-    """Return routes `[B, S, L, K]` of the layers that `replay` has, in TRL's padding; `NOWHERE` where none is known.
+    """Return routes `[B, S, L, K]` for the layers of `replay`, in TRL's padding. `NOWHERE` where none is known.
 
     Args:
-        replay: Of the policy.
+        replay: The policy's replay.
         routes: `[T - 1, all layers, K]` of each sequence.
         prompts: Number of prompt tokens of each sequence.
-        prompt_columns: TRL pads prompts on the left and completions on the right, so a prompt ends here.
+        prompt_columns: The column after the last one of a prompt: TRL pads prompts on the left and completions on the
+            right.
         columns: S.
     """
     layers = list(replay.layers)
     shape = len(routes), columns, len(layers), replay.experts_per_token
     padded = torch.full(shape, NOWHERE, dtype=replay.dtype)
-    for row, of_sequence, prompt in zip(padded, routes, prompts, strict=True):
+    for row, sequence_routes, prompt in zip(padded, routes, prompts, strict=True):
         start = prompt_columns - prompt
-        row[start : start + len(of_sequence)] = torch.from_numpy(of_sequence[:, layers].astype(np.int16))
+        row[start : start + len(sequence_routes)] = torch.from_numpy(sequence_routes[:, layers].astype(np.int16))
     return padded

@@ -1,16 +1,17 @@
 """`fp8_run.jsonl` in a run's output_dir: a line for its facts, a line for each generation, a line for each log.
 
-It is written as the run goes, so that a report can be made of a run that is not finished or was killed. A resumed run
-continues the file: lines of an earlier attempt beyond the step of the resume do not count.
+Lines are written during the run, so a report can be made of a run that is not finished or was killed. A resumed run
+continues the file. A reader leaves out the lines that the earlier attempt wrote after the step of the resume.
 
-A run that begins at step 0 in the folder of another one writes to `fp8_run.new.jsonl` until its first step is done.
-Then the other run's file becomes `fp8_run.1.jsonl` (or the next free number), and the new one takes its name. So a run
-that dies before its first step costs the folder nothing, and no log of a step is ever deleted.
+A new run in the folder of an earlier one writes to `fp8_run.new.jsonl` until its first step is done. Then the earlier
+run's file is renamed to `fp8_run.1.jsonl` (or the next free number), and the new run's file to `fp8_run.jsonl`. So a
+run that dies before its first step changes no earlier file, and no log of a step is ever deleted.
 """
 
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -19,20 +20,20 @@ from typing import Any
 
 
 FILE = "fp8_run.jsonl"
-LAST = 10  # logged steps at either end over which a metric is averaged, so that one batch does not decide
-NEW = "fp8_run.new.jsonl"  # of a run whose first step is not done, where there is a file of an earlier run
+NEW = "fp8_run.new.jsonl"  # file of a run whose first step is not done, if an earlier run has the name FILE
+LAST = 10  # a report averages a metric over so many logged steps at either end, because single batches vary
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run as its file tells it.
+    """One run, as read from its file.
 
     Attributes:
-        name: Its folder's name; with parent folders if another run has the same.
-        facts: `run_facts`.
-        logs: What TRL logged, by step, as in `trainer.state.log_history`.
-        rollouts: One entry a generation: step, log_ratio_counts, log_ratio_limit, log_probs, kv_scales [L][3],
-            kv_saturation [L][2], as far as the run had them.
+        name: The name of the run's folder, with parent folders if another run has the same name.
+        facts: The result of `run_facts`.
+        logs: What TRL logged, a dictionary for each log, as in `trainer.state.log_history`.
+        rollouts: A dictionary for each generation: step and, as far as the run recorded them, log_ratio_counts,
+            log_ratio_limit, log_probs, kv_scales [L][3], kv_saturation [L][2].
     """
 
     name: str
@@ -42,7 +43,7 @@ class Run:
 
 
 def append(folder: str | Path, kind: str, row: Mapping[str, Any]) -> None:
-    """Add a line of a kind ("run", "log" or "rollouts") at once."""
+    """Add a line of a kind ("run", "log" or "rollouts") to the run's file."""
     folder = Path(folder)
     if row["step"] > 0:
         settle(folder)
@@ -51,7 +52,10 @@ def append(folder: str | Path, kind: str, row: Mapping[str, Any]) -> None:
 
 
 def settle(folder: str | Path) -> None:
-    """Give the run's file the name of an earlier run's, which gets a number. Call it when a step is done."""
+    """Rename the earlier run's file, if there is one, and give its name to the new run's file.
+
+    Call this when a step is done.
+    """
     folder = Path(folder)
     new = folder / NEW
     if new.exists():
@@ -61,23 +65,25 @@ def settle(folder: str | Path) -> None:
 
 
 def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Start a file at step 0, or continue the one of the run that is resumed."""
+    """Start a file at step 0; at a later step continue the file of the run that is resumed."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path, new = folder / FILE, folder / NEW
-    new.unlink(missing_ok=True)  # of a run that died before its first step
-    if step == 0 and _has_steps(path):
-        path = new
-    elif step == 0:
-        path.unlink(missing_ok=True)
-    elif path.exists() and not path.read_bytes().endswith(b"\n"):  # killed in the middle of a line
+    path = folder / FILE
+    (folder / NEW).unlink(missing_ok=True)  # left by a run that died before its first step
+    if step == 0:
+        rows = _rows(path) if path.exists() else []
+        if any(isinstance(row.get("step"), int | float) and row["step"] > 0 for row in rows):
+            path = folder / NEW  # the earlier run has logged a step
+        else:
+            path.unlink(missing_ok=True)
+    elif path.exists() and not path.read_bytes().endswith(b"\n"):  # the process was killed in the middle of a line
         with path.open("a") as file:
             file.write("\n")
     _add(path, "run", {"step": step, "facts": facts})
 
 
 def earlier_logs(folder: str | Path) -> list[Path]:
-    """Return the files of the runs that were in the folder before, the oldest first."""
+    """Return the files of earlier runs in the folder, the oldest first."""
     return sorted(filter(_number, Path(folder).glob("fp8_run.*.jsonl")), key=_number)
 
 
@@ -88,23 +94,24 @@ def _number(path: Path) -> int:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run's file, which may be named instead of its folder; one of `earlier_logs` has to be.
+    """Read a run. `folder` is the run's folder, or the path of a log file in it, such as one of `earlier_logs`.
 
     Raises:
-        ValueError: There is none, or it does not begin with a run's facts.
+        ValueError: There is no log, or it does not begin with a run's facts.
     """
     path = file_of(folder)
-    folder = path.parent
     if not path.exists():
         raise ValueError(
-            f"RUN={str(folder)!r} has no {FILE}: pass the output_dir of a run of FP8GRPOTrainer with fp8_run_log=True."
+            f"RUN={str(path.parent)!r} has no {FILE}: pass the output_dir of a run of FP8GRPOTrainer with "
+            "fp8_run_log=True."
         )
     facts = None
     rows = {"log": [], "rollouts": []}
-    for row in map(_parsed, path.read_bytes().splitlines()):
+    for row in _rows(path):
         kind = row.pop("kind", None)
         if kind == "run" and isinstance(row.get("facts"), dict) and isinstance(row.get("step"), int):
             facts = row["facts"]
+            # The run was resumed here. A log at step n follows step n, a generation at step n precedes step n + 1
             rows["log"] = [earlier for earlier in rows["log"] if earlier["step"] <= row["step"]]
             rows["rollouts"] = [earlier for earlier in rows["rollouts"] if earlier["step"] < row["step"]]
         elif kind in rows and isinstance(row.get("step"), int | float):
@@ -115,22 +122,25 @@ def read_run(folder: str | Path) -> Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Read several runs. Each is named by as much of its path as tells it from the others.
+    """Read several runs. Their names are the last parts of their paths, as many parts as make all names different.
 
     Raises:
         ValueError: As `read_run`, or a folder is named twice.
     """
     paths = [_run_path(file_of(folder)) for folder in folders]
-    if twice := [str(folder) for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1]:
-        raise ValueError(f"RUN={twice[0]!r} is named twice. Name each run once.")
-    depths = range(1, max(len(path.parts) for path in paths) + 1)
-    tails = ([str(Path(*path.parts[-depth:])) for path in paths] for depth in depths)
-    names = next(names for names in tails if len(set(names)) == len(names))
+    for folder, path in zip(folders, paths, strict=True):
+        if paths.count(path) > 1:
+            raise ValueError(f"RUN={str(folder)!r} is named twice. Name each run once.")
+    parts = 1
+    names = [path.name for path in paths]
+    while len(set(names)) < len(names):
+        parts += 1
+        names = [str(Path(*path.parts[-parts:])) for path in paths]
     return [replace(read_run(folder), name=name) for folder, name in zip(folders, names, strict=True)]
 
 
 def file_of(path: str | Path) -> Path:
-    """Return the file of a run that is named by its folder or by the file."""
+    """Return the log file of a run. `path` is this file or the run's folder."""
     path = Path(path)
     return path if path.name in (FILE, NEW) or _number(path) else path / FILE
 
@@ -141,23 +151,20 @@ def _run_path(file: Path) -> Path:
     return file.parent if file.name == FILE else file.with_suffix("")
 
 
-def _has_steps(file: Path) -> bool:
-    """Return whether a run reached its first step."""
-    rows = map(_parsed, file.read_bytes().splitlines()) if file.exists() else ()
-    return any(isinstance(row.get("step"), int | float) and row["step"] > 0 for row in rows)
-
-
 def _add(path: Path, kind: str, row: Mapping[str, Any]) -> None:
     with path.open("a") as file:
         file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
 
 
-def _parsed(line: bytes) -> dict:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):  # the process was killed while it wrote this line
-        return {}
-    return row if isinstance(row, dict) else {}
+def _rows(path: Path) -> list[dict]:
+    """Return the lines of a file without incomplete ones, which a process left that was killed while it wrote."""
+    rows = []
+    for line in path.read_bytes().splitlines():
+        with suppress(json.JSONDecodeError, UnicodeDecodeError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -165,24 +172,32 @@ class Stretch:
     """Mean of a metric over consecutive logged steps."""
 
     mean: float
-    steps: str  # which
+    steps: str  # such as "steps 1 to 3"
 
 
 def series(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
-    """Return steps in order and their values, without NaN and Inf. Of a step logged twice the last value counts."""
+    """Return the steps at which `key` was logged, in order, and its values times `factor`, without NaN and Inf.
+
+    If a step was logged twice, the later value counts.
+    """
     logged = {row["step"]: row[key] for row in rows if "step" in row and row.get(key) is not None}
-    points = [(step, factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
-    return [step for step, _ in points], [value for _, value in points]
+    steps = [step for step in sorted(logged) if isfinite(logged[step])]
+    return steps, [factor * logged[step] for step in steps]
 
 
 def ends(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[Stretch | None, Stretch | None]:
-    """Return the means of the first and the last logged steps: `LAST` of them, or half of what there is. A single step
-    is only the last.
+    """Return the means of a metric over the first and over the last logged steps: `LAST` steps, at most half of all.
+
+    With a single step the first mean is None, without any step both are.
     """
     steps, values = series(rows, key)
     count = max(1, min(LAST, len(steps) // 2))
-    first = Stretch(fmean(values[:count]), span(steps[:count])) if len(steps) > 1 else None
-    return first, Stretch(fmean(values[-count:]), span(steps[-count:])) if steps else None
+    first = last = None
+    if len(steps) > 1:
+        first = Stretch(fmean(values[:count]), span(steps[:count]))
+    if steps:
+        last = Stretch(fmean(values[-count:]), span(steps[-count:]))
+    return first, last
 
 
 def span(steps: Sequence[int]) -> str:

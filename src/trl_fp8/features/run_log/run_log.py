@@ -1,6 +1,7 @@
-"""Writes `fp8_run.jsonl` while a run goes. Lines about a generation are of the main process's part alone."""
+"""`RunLog`, which writes `fp8_run.jsonl` during a run. It records only the rollouts of the main process."""
 
 from collections.abc import Callable
+from math import ceil
 
 import torch
 from accelerate.logging import get_logger
@@ -14,12 +15,14 @@ from .log_file import FILE, append, begin, settle
 
 
 logger = get_logger(__name__)
-BINS, LIMIT = 120, 3.0  # of log r in [-LIMIT, LIMIT], and an open bin on either side
-POSITIONS, PAIRS = 1024, 256  # looked at, evenly over the batch; kept at most
+BINS = 120  # in the histogram of log r over [-LIMIT, LIMIT]; one more bin at either end has what is beyond
+LIMIT = 3.0
+POSITIONS = 1024  # evenly spaced positions of the batch, at which log-probs are read
+PAIRS = 256  # pairs of log-probs that are written, at most
 
 
 class RunLog(Feature, TrainerCallback):
-    """The main process writes: facts when training begins, each log, and a line for each generation."""
+    """Writes on the main process: the facts when training begins, each log, and a line for each generation."""
 
     keeps_log = True
 
@@ -44,33 +47,42 @@ class RunLog(Feature, TrainerCallback):
         self._write(append, "rollouts", row | batch.record)
 
     def save(self, folder: str) -> None:
-        """Make this run's file the current one: a checkpoint shows that its step is done, also without a log."""
+        """Make this run's file the current one. A checkpoint shows that a step is done, even if none was logged."""
         if self.writes:
             self._write(settle)
 
     def _write(self, write: Callable, *line) -> None:
-        """Call `write`. If it fails, for example on a full disk, warn and write no more; the run goes on."""
+        """Call `write(folder, *line)`. If it fails, for example on a full disk, warn and write no more."""
         folder = self.trainer.args.output_dir
         try:
             write(folder, *line)
         except OSError as error:
             self.writes = False
-            logger.warning(f"{folder}/{FILE} cannot be written, and there will be no more of it: {error}")
+            logger.warning(f"{folder}/{FILE} cannot be written, so this run writes no more lines to it: {error}")
 
 
 def rollout_sample(ratio: LogRatio) -> dict[str, list | float]:
-    """Return the histogram and the pairs (trainer, rollout) of one rank's batch. Waits for the device once."""
+    """Return a histogram of log r and pairs of log-probs (trainer, rollout) of this rank's batch.
+
+    Synchronizes with the device once.
+    """
     scored = ratio.scored_BT.flatten().double()
+    # Bin 0 and bin BINS + 1 have what is beyond LIMIT
     bins = ((ratio.values_BT.flatten() + LIMIT) * (BINS / (2 * LIMIT))).floor().long() + 1
     counts = scored.new_zeros(BINS + 2).scatter_add_(0, bins.clamp(0, BINS + 1), scored)
-    chosen = torch.linspace(0, max(scored.numel() - 1, 0), min(POSITIONS, scored.numel()), device=scored.device).long()
-    sides = [side.flatten()[chosen].double() for side in (ratio.trainer_BT, ratio.rollout_BT)]
-    # one vector, so that all of it travels to the host in one copy
-    counts, tokens = torch.cat([counts, *sides, scored[chosen]]).cpu().tensor_split([BINS + 2])
-    columns = tokens.view(3, len(chosen)).T.tolist()
-    pairs = [[round(trainer, 5), round(rollout, 5)] for trainer, rollout, is_scored in columns if is_scored]
+    tokens = scored.numel()
+    chosen = torch.linspace(0, max(tokens - 1, 0), min(POSITIONS, tokens), device=scored.device).long()
+    trainer = ratio.trainer_BT.flatten()[chosen].double()
+    rollout = ratio.rollout_BT.flatten()[chosen].double()
+    # One vector, because one copy to the host is faster than several
+    counts, columns = torch.cat([counts, trainer, rollout, scored[chosen]]).cpu().tensor_split([BINS + 2])
+    pairs = []
+    for trainer_logp, rollout_logp, is_scored in columns.view(3, len(chosen)).T.tolist():
+        if is_scored:
+            pairs.append([round(trainer_logp, 5), round(rollout_logp, 5)])
+    stride = max(1, ceil(len(pairs) / PAIRS))
     return {
         "log_ratio_limit": LIMIT,
         "log_ratio_counts": counts.long().tolist(),
-        "log_probs": pairs[:: -(-len(pairs) // PAIRS) or 1],  # every n-th, n rounded up
+        "log_probs": pairs[::stride],
     }

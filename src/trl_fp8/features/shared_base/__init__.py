@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from trl_fp8.run.feature import Construction, Registration
+from trl_fp8.run.feature import Construction, Registration, ServerFlag
 from trl_fp8.upstream.patches import FOR_ONE_BLOCK, ON_INSTANCES, register
 
 from .base_flags import BaseFlags
@@ -14,11 +14,11 @@ register(
     {
         "transformers.modeling_utils.get_hf_quantizer": (
             "features/shared_base/stored_base.py",
-            "A quantizer may empty modules; its config must be of the kind that the checkpoint has.",
+            "transformers takes a quantizer of the checkpoint's kind alone; we need one that loads no base weights.",
         ),
         "vllm.model_executor.model_loader.base_loader.initialize_model": (
             "features/shared_base/engine_adapters.py",
-            "Compilers and graphs must see the layers of adapters.",
+            "vLLM compiles the model that it made here; we need the layers of adapters in it by then.",
         ),
     },
 )
@@ -27,7 +27,7 @@ register(
     {
         "transformers.initialization._is_hf_initialized": (
             "features/shared_base/stored_base.py",
-            "Init would write to placeholders.",
+            "transformers initializes parameters that were not loaded; we need placeholders left alone.",
         ),
     },
 )
@@ -46,4 +46,17 @@ def _features(trainer) -> Iterator:
         yield BaseInEngine(trainer)
 
 
-REGISTRATION = Registration(flags=BaseFlags, construct=_construct, features=_features)
+def _part_of_server(lora: str) -> object:
+    from .engine_served import ServedAdapters  # needs vllm
+
+    return ServedAdapters(lora)
+
+
+LORA = ServerFlag(
+    "--lora",
+    "JSON",
+    "room for the adapters of a trainer with fp8_base=True: arguments of PEFT's LoraConfig, such as "
+    """'{"r": 32, "target_modules": "all-linear"}'""",
+    _part_of_server,
+)
+REGISTRATION = Registration(flags=BaseFlags, construct=_construct, features=_features, server_flags=(LORA,))

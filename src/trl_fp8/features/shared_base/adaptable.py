@@ -1,4 +1,4 @@
-"""Refusals of adapters that cannot be trained on an FP8 base which lives in the engine alone."""
+"""Refusals of adapters that cannot be trained on an FP8 base whose weights exist only in the engine."""
 
 from collections.abc import Container
 
@@ -16,37 +16,36 @@ from trl_fp8.recipe.recipe import FP8Recipe, adapter_targets
 
 
 OFF = "or set fp8_base=False."
-INITIALIZED_ALONE = True, False, "gaussian"  # `init_lora_weights` that read no weight of the base
+INDEPENDENT_INITS = True, False, "gaussian"  # values of `init_lora_weights` that read no weight of the base
 
 
 def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | None, quantization: object) -> None:
-    """Raise `ValueError` for arguments of a trainer that do not go with a shared base: before a model is loaded."""
-    initialized = getattr(peft_config, "init_lora_weights", True)
-    if initialized not in INITIALIZED_ALONE:
+    """Raise `ValueError` for arguments that no trainer with a shared base can have. Runs before a model is loaded."""
+    init = getattr(peft_config, "init_lora_weights", True)
+    if init not in INDEPENDENT_INITS:
         raise ValueError(
-            f"fp8_base=True with init_lora_weights={initialized!r}: it is computed from the base's weights, which the "
-            f"policy does without. Use one of {list(INITIALIZED_ALONE)}, {OFF}"
+            f"fp8_base=True with init_lora_weights={init!r}: PEFT would compute the adapters from the base's weights, "
+            f"which the policy does not have. Use one of {list(INDEPENDENT_INITS)}, {OFF}"
         )
     if quantization is not None:
         raise ValueError(
             f"fp8_base=True with quantization_config={type(quantization).__name__}(...): the base is quantized to FP8 "
-            "for trainer and engine. Remove quantization_config: FP8 takes the place of 4 and 8 bits."
+            f"for trainer and engine, and to nothing else. Remove quantization_config, {OFF}"
         )
     if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
         raise ValueError(
-            "fp8_base=True under ZeRO-3, which shards weights over ranks: the base's are in each rank's engine. Use "
-            f"DDP, FSDP2 or ZeRO-2, {OFF}"
+            "fp8_base=True under ZeRO-3, which shards weights over ranks, but the base is in each rank's engine as a "
+            f"whole. Use DDP, FSDP2 or ZeRO-2, {OFF}"
         )
 
 
 def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
-    """Raise `ValueError` for a policy without adapters, or with others than an engine has room for."""
-    adapters = {
-        checkpoint_name(n): module for n, module in model.named_modules() if isinstance(module, BaseTunerLayer)
-    }
+    """Raise `ValueError` for a policy without trainable adapters, or with adapters that an engine cannot hold."""
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
+    adapters = {checkpoint_name(name): layer for name, layer in layers}
     if not adapters:
         raise ValueError(
-            "fp8_base=True without adapters: the base is frozen, so that nothing would be trained. Pass a peft_config "
+            "fp8_base=True without adapters: the base is frozen, so nothing would be trained. Pass a peft_config "
             f"(LoraConfig), {OFF}"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -66,37 +65,38 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
     misnamed = sorted({name for module in wrappers for name in module.active_adapters} - {"default"})
     if misnamed:
         raise ValueError(
-            f"fp8_base=True with modules_to_save of an adapter called {listed(misnamed)}: whole modules are sent "
-            f"only of the one that is called 'default'. Give it that name, remove modules_to_save, {OFF}"
+            f"fp8_base=True with modules_to_save of an adapter called {listed(misnamed)}: a sync sends whole modules "
+            f"only of the adapter called 'default'. Give it that name, remove modules_to_save, {OFF}"
         )
 
 
-def require_apart(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe) -> None:
-    """Raise `ValueError` if FP8 layers are trained as a whole: before the weights are taken out of a policy."""
+def require_frozen_base(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe) -> None:
+    """Raise `ValueError` if `modules_to_save` trains whole FP8 layers. Runs before a policy gives its weights away."""
     shared = *recipe.fp8_modules, *recipe.fp8_experts
-    wrapped = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    wrapped = [checkpoint_name(name) for name, each in model.named_modules() if isinstance(each, ModulesToSaveWrapper)]
     ends = tuple(f".{name}" for name in [*wrapped, *(getattr(config, "modules_to_save", None) or ())])
     trained = [name for name in shared if f".{name}".endswith(ends)]
     if trained:
         raise ValueError(
-            f"fp8_base=True with modules_to_save that are FP8: {listed(trained, 3)}. What is trained as a whole "
-            f"cannot be shared: name them in fp8_ignored_modules, too, {OFF}"
+            f"fp8_base=True with modules_to_save that are FP8: {listed(trained, 3)}. Trainer and engine share the FP8 "
+            f"weights, so these are frozen. Name the modules in fp8_ignored_modules, too, {OFF}"
         )
 
 
 def _why_not(name: str, layer: BaseTunerLayer, linears: Container[str]) -> str | None:
-    """Return the kind of an adapter that is not plain LoRA on a linear layer of a decoder layer, or None."""
+    """Return why an engine has no room for an adapter; None for plain LoRA on a linear layer of a decoder layer."""
     if not isinstance(layer, LoraLayer):
-        return type(layer).__module__.split(".")[-2]
+        return type(layer).__module__.split(".")[-2]  # PEFT's folder of the method
     if not isinstance(layer, LoraLinear):
         return type(layer).__name__
     if name not in linears:
         return "not a layer of a decoder"
     if name.endswith(MLA):
-        # it decodes with separate parts of kv_b_proj; for a few rows another kernel computes the other projections
-        return "MLA's, for which an engine has paths around its linear layers"
+        # The engine decodes with separate parts of kv_b_proj, and computes the other projections of a few rows with
+        # another kernel
+        return "a projection of MLA, which an engine also computes without calling its linear layers"
     if name.endswith(".shared_expert_gate"):
-        return "the gate of a shared expert, which every rank of an engine has whole"
+        return "the gate of a shared expert, which every rank of an engine holds as a whole"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
     return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)

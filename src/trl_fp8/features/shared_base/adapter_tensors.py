@@ -1,11 +1,13 @@
 """LoRA adapters of a policy, in the form in which an engine holds them beside a frozen base.
 
-    engine's linear    y = Q(W) x + B (A x)          for all the policy's layers that it fuses, in one go
-    A  [S R, K]        the layers' A, one below another
-    B  [N, S R]        the layers' s B as blocks of a diagonal: scaling folded in, before it is rounded to BF16
+A linear layer of the engine fuses S layers of the policy (such as q, k and v) and computes y = Q(W) x + B (A x):
 
-S layers are fused, R is the largest rank among their adapters; smaller ones, and layers without any, are padded
-with zeros, which are sent like the rest: everything that an engine computes with has a checksum.
+    A  [S R, K]       the layers' A, one below another
+    B  [sum N, S R]   the layers' B as a block diagonal, each times its scaling s, before rounding to BF16
+
+N are a layer's out-features and K its in-features. R is the largest rank among the layers' adapters. Adapters of a
+smaller rank, and layers without an adapter, are padded with zeros. The zeros are sent like all other values, because
+everything that an engine computes with has a checksum.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,38 +23,48 @@ from trl_fp8.recipe.names import checkpoint_name
 
 
 NamedTensor = tuple[str, torch.Tensor]
-A, B = "lora_A", "lora_B"  # what PEFT calls them, between the name of a layer and ".weight"
+A, B = "lora_A", "lora_B"  # PEFT's names: "<layer>.lora_A.<adapter>.weight"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of the adapter of one of the policy's layers in an engine's linear."""
+    """The part of an engine's linear layer that holds the adapter of one of the policy's layers."""
 
     rank: int  # R
-    number: int  # of the layer, among those that are fused
-    count: int  # S
-    shape: tuple[int, int]  # of the layer's weight, `[N, K]`
+    index: int  # of the policy's layer among the S layers that are fused
+    fused: int  # S
+    shape: tuple[int, int]  # of the weight of the policy's layer, `[N, K]`
+    own_rank: int  # of the layer's own adapter, at most R; 0 if the layer has no adapter
 
-    def placed(self, which: str, matrix: torch.Tensor) -> torch.Tensor:
-        """Pad A `[r, K]` to `[R, K]`, B `[N, r]` to `[N, S R]`."""
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shapes of A and B as a sync sends them."""
+        rows, columns = self.shape
+        return {A: [self.rank, columns], B: [rows, self.fused * self.rank]}
+
+    def pad(self, which: str, matrix: torch.Tensor) -> torch.Tensor:
+        """Pad A `[r, K]` to `[R, K]`, or B `[N, r]` to `[N, S R]`, with zeros."""
         if which == A:
             return F.pad(matrix, (0, 0, 0, self.rank - len(matrix)))
-        before = self.number * self.rank
-        return F.pad(matrix, (before, self.count * self.rank - before - matrix.shape[1]))
+        left = self.index * self.rank
+        right = self.fused * self.rank - left - matrix.shape[1]
+        return F.pad(matrix, (left, right))
 
 
-def room_for(model: nn.Module) -> dict[str, int]:
-    """Return checkpoint name of each layer with LoRA adapters -> the largest rank among them. `ValueError` if several
-    are active.
+def adapter_ranks(model: nn.Module) -> dict[str, int]:
+    """Return the largest rank among the LoRA adapters of each layer, by the layer's checkpoint name.
+
+    `ValueError` if several adapters are active, or if one is merged into its base.
     """
     layers = _adapted(model)
-    _active(layers)
+    _active(layers)  # raises
     return {name: max(layer.r.values()) for name, layer in layers.items() if layer.r}
 
 
 def _active(layers: Mapping[str, LoraLayer]) -> str | None:
-    """Return the name of the active adapter; None while adapters are disabled. `ValueError` if several are active, or
-    if one is merged into its base and would count twice.
+    """Return the name of the active adapter; None while adapters are disabled.
+
+    `ValueError` if several are active, or if one is merged into its base, where the engine would add it twice.
     """
     merged = [name for name, layer in layers.items() if layer.merged]
     if merged:
@@ -72,13 +84,15 @@ def _active(layers: Mapping[str, LoraLayer]) -> str | None:
 def adapter_tensors(
     model: nn.Module, slots: Mapping[str, Slot], trained: Iterable[NamedTensor]
 ) -> Iterator[NamedTensor]:
-    """Yield the tensors that an engine is sent: its slots, filled from the adapters among `trained`, and whole tensors
-    under their checkpoint names. `trained` is PEFT's `(name, full tensor)` of all trained parameters.
+    """Yield what a sync sends: A and B of each slot, and every other trained parameter under its checkpoint name.
+
+    A and B of a slot without an active adapter are zeros. `trained` yields PEFT's name and the whole tensor of each
+    trained parameter.
     """
-    due = {(layer, which) for layer in slots for which in (A, B)}
+    unfilled = {(layer, which) for layer in slots for which in (A, B)}
     trained = iter(trained)
     try:
-        for name, which, tensor in _in_force(model, trained):
+        for name, which, tensor in _active_matrices(model, trained):
             if which is None:
                 yield name, tensor
             else:
@@ -87,45 +101,47 @@ def adapter_tensors(
                 if slot is None or rank > slot.rank:
                     room = "none" if slot is None else f"room for rank {slot.rank}"
                     raise ValueError(
-                        f"fp8_base=True: the active adapter has rank {rank} at {name}, where the engine has {room}: "
-                        "it was made for the adapters that the policy had then. Add adapters before the trainer is "
-                        "made."
+                        f"fp8_base=True: the active adapter has rank {rank} at {name}, where the engine has {room}, "
+                        "because the engine was sized by the policy's adapters when it started. Add adapters before "
+                        "the trainer is made."
                     )
-                due.discard((name, which))
-                yield f"{name}.{which}.weight", slot.placed(which, tensor)
+                unfilled.discard((name, which))
+                yield f"{name}.{which}.weight", slot.pad(which, tensor)
     except Exception:
-        for _ in trained:  # gathers are collective: other ranks wait for this one
+        for _ in trained:  # gathers are collective, so other ranks would wait for this one
             pass
         raise
     device = next(model.parameters()).device
-    for layer, which in sorted(due):
-        rows, columns = slots[layer].shape
-        nothing = torch.zeros((0, columns) if which == A else (rows, 0), device=device)
-        yield f"{layer}.{which}.weight", slots[layer].placed(which, nothing)
+    for layer, which in sorted(unfilled):
+        yield f"{layer}.{which}.weight", torch.zeros(slots[layer].shapes[which], device=device)
 
 
 def factors(model: nn.Module, parameters: Iterable[NamedTensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return layer -> A `[r, K]` and s B `[N, r]` in force, FP32 copies, of PEFT's `(name, full tensor)`."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for layer, which, tensor in _in_force(model, parameters):
+    """Return layer -> FP32 copies of the active A `[r, K]` and s B `[N, r]`, from PEFT's names and tensors."""
+    factors_of_layers: dict[str, dict[str, torch.Tensor]] = {}
+    for layer, which, tensor in _active_matrices(model, parameters):
         if which is not None:
-            found.setdefault(layer, {})[which] = tensor.to(torch.float32, copy=True)
-    return found
+            factors_of_layers.setdefault(layer, {})[which] = tensor.to(torch.float32, copy=True)
+    return factors_of_layers
 
 
-def merged(
+def with_adapters(
     weights: Iterable[NamedTensor], adapters: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Iterator[NamedTensor]:
-    """Yield W + s B A in FP32 for each `(checkpoint name, W)` that has `factors`; others as they are."""
+    """Yield each `(checkpoint name, W)`, with W + s B A in FP32 in place of W if `adapters` has its `factors`."""
     for name, weight in weights:
-        both = adapters.get(name.removesuffix(".weight"))
-        if both:
-            weight = torch.addmm(weight.detach().to(both[A].device, torch.float32), both[B], both[A])
+        pair = adapters.get(name.removesuffix(".weight"))
+        if pair:
+            weight = torch.addmm(weight.detach().to(pair[A].device, torch.float32), pair[B], pair[A])
         yield name, weight
 
 
-def _in_force(model: nn.Module, parameters: Iterable[NamedTensor]) -> Iterator[tuple[str, str | None, torch.Tensor]]:
-    """Yield (layer, `A` or `B`, matrix) of the active adapter, scaling in B; others as (name, None, tensor)."""
+def _active_matrices(
+    model: nn.Module, parameters: Iterable[NamedTensor]
+) -> Iterator[tuple[str, str | None, torch.Tensor]]:
+    """Yield (layer, `A` or `B`, A or s B) of the active adapter, and (checkpoint name, None, tensor) of all parameters
+    that belong to no adapter.
+    """
     layers = _adapted(model)
     active = _active(layers)
     for name, tensor in parameters:
@@ -133,16 +149,20 @@ def _in_force(model: nn.Module, parameters: Iterable[NamedTensor]) -> Iterator[t
         if which is None:
             yield layer, None, tensor
         elif adapter == active:
-            yield layer, which, tensor.detach() * layers[layer].scaling[adapter] if which == B else tensor.detach()
+            matrix = tensor.detach()
+            if which == B:
+                matrix = matrix * layers[layer].scaling[adapter]
+            yield layer, which, matrix
 
 
 def _adapted(model: nn.Module) -> dict[str, LoraLayer]:
+    """Return PEFT's wrappers of the layers with adapters, by the layers' checkpoint names."""
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
     return {checkpoint_name(name): layer for name, layer in layers}
 
 
 def _parsed(name: str) -> tuple[str, str | None, str]:
-    """Split "<layer>.lora_A.<adapter>.weight" into (layer, `A` or `B`, adapter); others into (name, None, "")."""
+    """Split "<layer>.lora_A.<adapter>.weight" into (layer, `A` or `B`, adapter). Other names give (name, None, "")."""
     for which in (A, B):
         layer, found, rest = name.partition(f".{which}.")
         if found:

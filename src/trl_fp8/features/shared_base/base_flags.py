@@ -13,9 +13,9 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.feature import FlagGroup, flag
 
 
-# Flag that adapters on an FP8 base do not go with -> why
-NOT_BESIDE = {
-    "use_dora": "the engine computes Q(W) x + B A x and nothing else",
+# Flag that fp8_base excludes -> why
+EXCLUDED = {
+    "use_dora": "the engine computes Q(W) x + s B A x and nothing else",
     "lora_target_parameters": "the engine has adapters only beside linear layers",
     "load_in_4bit": "the base is quantized to FP8",
     "load_in_8bit": "the base is quantized to FP8",
@@ -30,16 +30,13 @@ class BaseFlags(FlagGroup):
 
     fp8_base: bool = flag(
         False,
-        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights exist once, "
-        "in the engine, and are written once; a sync sends only adapters (docs/lora.md).",
+        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share. The base's FP8 weights exist "
+        "once, in the engine, and are written once; each sync sends only the adapters (docs/lora.md).",
     )
 
     @property
     def base_in_engine(self) -> bool:
         return self.fp8_base
-
-    def in_process(self) -> str | None:
-        return "fp8_base=True" if self.fp8_base else None
 
     def check_adapters(self, model: ModelConfig) -> None:
         if not self.fp8_base:
@@ -49,28 +46,29 @@ class BaseFlags(FlagGroup):
                 "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft "
                 "for adapters, or set fp8_base=False."
             )
-        reason = BaseFlags.against_base(self, model)
+        reason = BaseFlags.flag_ruling_out_fp8_base(self, model)
         if reason is not None:
             raise ValueError(f"fp8_base=True with {reason}. Remove it, or set fp8_base=False.")
 
-    def against_base(self, model: ModelConfig) -> str | None:
-        for name, why in NOT_BESIDE.items():
+    def flag_ruling_out_fp8_base(self, model: ModelConfig) -> str | None:
+        for name, why in EXCLUDED.items():
             if getattr(model, name):
                 return f"{name}={getattr(model, name)!r}: {why}"
         return None
 
     def memory_changes(self, setup: Setup, outline: Outline, recipe: FP8Recipe) -> dict[str, float]:
-        """Leave the FP8 weights to the engine. It has the adapters too, in BF16."""
+        """Return the changes: the FP8 weights are only in the engine, and the adapters also there, in BF16."""
         if not self.fp8_base:
             return {}
         shared = {name: outline.parameters[name] for name in recipe.fp8_tensors}
         parameters = sum(map(prod, shared.values()))
         codes = sum(map(recipe.format.weight_bytes, shared.values()))
-        dequantized = Counter()  # one at a time
+        dequantized = Counter()  # BF16 bytes of each layer; one layer at a time is dequantized
         for name, shape in shared.items():
             dequantized[fused_name(name.removesuffix(".weight"))] += 2 * prod(shape)
-        gathered = 4 * parameters / outline.layers if setup.gpus > 1 else 0
-        # No rank of a divided engine has whole weights, so each trainer has codes of its own
+        # Without a shared base, sharded trainers gather two decoder layers at a time in BF16
+        gathered = 2 * 2 * parameters / outline.layers if setup.gpus > 1 else 0
+        # No rank of a divided engine holds whole weights, so each trainer holds the codes once more
         own_codes = codes if recipe.tensor_parallel_size > 1 else 0
         return {
             "weights": own_codes - BYTES[setup.dtype] * parameters / setup.gpus,

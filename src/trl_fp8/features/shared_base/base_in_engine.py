@@ -1,4 +1,4 @@
-"""The trainer's side of an FP8 base: a policy without its base, the share in the engine's, and what an export says."""
+"""The trainer's side of a shared FP8 base: a policy that is loaded without the base and computes with the engine's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,20 +10,20 @@ from transformers import PreTrainedModel
 
 from trl_fp8.run.feature import Construction, Feature
 
-from .adaptable import require_adaptable, require_apart, require_trainable_base
+from .adaptable import require_adaptable, require_frozen_base, require_trainable_base
 from .held_base import HeldBase, SharedBase, require_own_weights
 from .stored_base import load_without_base
 
 
-SOURCE = "shared_base"  # key of the handover: where the base's weights come from
+SOURCE = "shared_base"  # key in `Construction.handover` of the `HeldBase` or `StoredBase`
 logger = get_logger(__name__)
 
 
 @contextmanager
 def without_base(construction: Construction) -> Iterator[None]:
-    """Take the FP8 weights out of a model object, or never load them, while TRL's trainer is constructed.
+    """Enclose the construction of TRL's trainer: take the FP8 weights out of a model object, or never load them.
 
-    A model object has its weights again if the construction fails.
+    If the construction fails, a model object gets its weights back.
     """
     args = construction.args
     model = construction.trainer_kwargs["model"]
@@ -36,25 +36,25 @@ def without_base(construction: Construction) -> Iterator[None]:
     loading = args.model_init_kwargs or {}
     quantization = construction.trainer_kwargs.get("quantization_config") or loading.get("quantization_config")
     require_trainable_base(args, adapters, quantization)
-    construction.dequantizes = False  # codes of an FP8 checkpoint are taken as they are
+    construction.dequantizes = False  # the codes of an FP8 checkpoint are used unchanged
     if isinstance(model, str):
         create = construction.create_model
 
-        def loaded(name: str, **loading: Any) -> PreTrainedModel:
+        def load_adaptable(name: str, **loading: Any) -> PreTrainedModel:
             """Load a model without its base. TRL calls this in place of its `create_model_from_path`."""
-            # What is trained as a whole is FP32, as TRL loads it
+            # Modules and biases that are trained beside the adapters are FP32, the dtype in which TRL loads a policy
             if getattr(adapters, "modules_to_save", None) or getattr(adapters, "bias", "none") != "none":
                 loading = {"dtype": torch.float32} | loading
             model, source = load_without_base(create, name, args.recipe_for, **loading)
             construction.handover[SOURCE] = source
-            require_apart(model, adapters, source.recipe)
+            require_frozen_base(model, adapters, source.recipe)
             return model
 
-        construction.create_model = loaded
+        construction.create_model = load_adaptable
         yield
         return
     recipe = args.recipe_for(model)
-    require_apart(model, adapters, recipe)
+    require_frozen_base(model, adapters, recipe)
     base = HeldBase(model, recipe)
     construction.handover[SOURCE] = base
     try:
@@ -65,36 +65,42 @@ def without_base(construction: Construction) -> Iterator[None]:
 
 
 class BaseInEngine(Feature):
-    """Shares the base with the engine. The run's recipe is the base's: codes of a checkpoint have their own."""
+    """Shares the base with the engine. The run's recipe is that of the base, because stored codes may need another."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
         source = trainer.handover.pop(SOURCE)
         trainer.recipe = source.recipe
         require_adaptable(trainer.model, source.recipe)
-        self.base = SharedBase(trainer.model, source, trainer.accelerator.device)
+        # With one forward the trainer also has an engine of its own, which holds the base for the server, too
+        self._is_served = trainer.args.vllm_mode == "server" and not trainer.args.policy_calls_engine
+        self.base = SharedBase(trainer.model, source, trainer.accelerator.device, self._is_served)
 
     def engine_part(self):
-        from .engine_base import BasePart  # needs vllm
+        if self._is_served:
+            from .engine_served import ServedBase as part  # needs vllm
+        else:
+            from .engine_base import BasePart as part
 
-        return BasePart(self.base)
+        return part(self.base)
 
     def banner(self) -> str:
         return "on the engine's FP8 base; syncs send adapters"
 
     def facts(self) -> dict[str, object]:
         return {
-            "adapters": "beside FP8 weights that engine and trainer share, not merged: Q(W) x + B A x",
+            "adapters": "beside FP8 weights that engine and trainer share, not merged: Q(W) x + s B A x",
             "each_sync_sends": "adapters",
             "fp8_weights_written": "once",
         }
 
     def merge_note(self, what: str) -> str:
         into = "the original weights"
-        if isinstance(self.base.original, str):
+        original = self.base.original()
+        if isinstance(original, str):
             into = "dequantized FP8 weights"
-            logger.warning(f"{what}: adapters are merged into {into}, because {self.base.original}.")
+            logger.warning(f"{what}: adapters are merged into {into}, because {original}.")
         return (
             f"Adapters are merged into {into}: W + s B A, in FP32. The engine that they were trained with computed "
-            "Q(W) x + B A x, Q to FP8. "
+            "Q(W) x + s B A x, Q to FP8. "
         )

@@ -1,15 +1,16 @@
-"""Room for LoRA adapters in an engine: two linear layers of vLLM's own beside each linear that has them.
+"""Room for LoRA adapters in an engine: two of vLLM's linear layers, A and B, inside each linear layer with adapters.
 
-    y = Q(W) x + B (A x)        each product rounded to BF16, as vLLM's LoRA kernels do, and added
+    y = Q(W) x + B (A x)        each product is rounded to BF16, as vLLM's LoRA kernels do, before the sum
 
-vLLM's LoRA would choose an adapter for each token, in layers of other names, with kernels that need to know
-every batch. Here one adapter serves all tokens. A and B are unquantized linears like any other: the same kernels run
-them (batch invariant where those are), they are compiled, captured in graphs and called by a trainer, and their
-tensors are written, audited and sealed.
+vLLM's own LoRA is not used. It chooses an adapter for each token, renames the layers, and needs kernels that get the
+adapter of each token of a batch. Here one adapter serves all tokens, so A and B are unquantized linear layers like any
+other. The same kernels compute them (batch invariant where those are), they are compiled, captured in CUDA graphs and
+called by a trainer, and syncs write and audit their tensors.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from functools import cache
 
 from torch import Tensor, nn
@@ -18,18 +19,17 @@ from vllm.model_executor.layers.linear import LinearBase, QuantizeMethodBase, Re
 from vllm.model_executor.model_loader import base_loader
 
 from trl_fp8.engine.vllm.layout import Added, Shard, shards
-from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.pieces import Piece, Span
 from trl_fp8.upstream.patches import substituted
 
 from .adapter_tensors import A, B, Slot
 
 
-ADAPTERS = {A: "lora_a", B: "lora_b"}  # what a linear with room for adapters calls the layers that hold them
+ADAPTERS = {A: "lora_a", B: "lora_b"}  # names of the two layers inside a linear layer with adapters
 
 
 class _WithAdapter:
-    """Mixin for a linear layer's method: adds B (A x) to its output."""
+    """Mixin for the `quant_method` of a linear layer: adds B (A x) to the layer's output."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y = super().apply(layer, x, bias)
@@ -37,54 +37,84 @@ class _WithAdapter:
 
 
 class AdapterLinear(ReplicatedLinear, Added):
-    """A, or B, of the adapters of one vLLM linear, which computes all `layers` of the policy. All have one rank."""
+    """A or B beside one vLLM linear layer, for all of the policy's layers that vLLM fuses there. All have one rank.
 
-    def __init__(self, which: str, layers: list[Shard], rank: int, shape: tuple[int, int], prefix: str):
+    Args:
+        which: `A` or `B`.
+        layers: This rank's part of each of the policy's layers.
+        slots: By the engine's names of the policy's layers.
+        shape: In-features and out-features of this A or B on this rank.
+        prefix: The engine's name of the linear layer.
+    """
+
+    def __init__(self, which: str, layers: list[Shard], slots: dict[str, Slot], shape: tuple[int, int], prefix: str):
         inputs, outputs = shape
         options = {"bias": False, "return_bias": False, "disable_tp": True}
         super().__init__(inputs, outputs, prefix=f"{prefix}.{ADAPTERS[which]}", **options)
         self.which = which
         self.layers = layers
-        self.rank = rank
+        self.slots = slots
 
     def pieces(self) -> Iterator[Piece]:
-        for number, (name, rows, columns, offset) in enumerate(self.layers):
-            if self.which == A:
-                places = {"sent": (None, columns), "in_engine": (Span(number * self.rank, self.rank), None)}
-            else:
-                places = {"sent": (rows, None), "in_engine": (Span(offset, rows.size) if rows else None, None)}
-            yield Piece(f"{name}.{self.which}.weight", self, "weight", self.weight.dtype, **places)
+        for name, rows, columns, offset in self.layers:
+            slot = self.slots[name]
+            if self.which == A:  # the layers' A are one below another
+                sent = (None, columns)
+                in_engine = (Span(slot.index * slot.rank, slot.rank), None)
+            else:  # a layer's B comes with the zeros beside it, so only its rows differ
+                sent = (rows, None)
+                in_engine = (Span(offset, rows.size) if rows else None, None)
+            piece_name = f"{name}.{self.which}.weight"
+            yield Piece(piece_name, self, "weight", self.weight.dtype, sent=sent, in_engine=in_engine)
+
+    def facts(self) -> dict[str, list]:
+        if self.which == B:  # A has the same slots
+            return {}
+        return {name: [*astuple(slot)] for name, slot in self.slots.items()}
 
 
-def adapters_installed(recipe: FP8Recipe, ranks: Mapping[str, int]) -> AbstractContextManager[None]:
-    """Make room for adapters of these ranks, by policy layer, in engines that start inside the block."""
-    ranks = {recipe.engine_name(layer): rank for layer, rank in ranks.items()}
-    make = base_loader.initialize_model
+def adapters_installed(linears: Collection[str], ranks: Mapping[str, int]) -> AbstractContextManager[None]:
+    """Add adapter layers to engines that start inside the block.
 
-    def made(vllm_config: VllmConfig, **kwargs) -> nn.Module:
-        model = make(vllm_config=vllm_config, **kwargs)
+    Args:
+        linears: All linear layers of the policy, by the engine's names.
+        ranks: Rank of each of them that has an adapter.
+    """
+    initialize_model = base_loader.initialize_model
+
+    def initialize_with_adapters(vllm_config: VllmConfig, **kwargs) -> nn.Module:
+        model = initialize_model(vllm_config=vllm_config, **kwargs)
         with set_current_vllm_config(vllm_config):
-            _install(model, recipe.linears, ranks)
+            _install(model, linears, ranks)
         return model
 
-    return substituted(base_loader, "initialize_model", made)
+    return substituted(base_loader, "initialize_model", initialize_with_adapters)
 
 
 def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int]) -> None:
+    """Add A and B to each linear layer of `model` that computes one of the policy's layers in `ranks`."""
     missing = set(ranks)
     for prefix, module in list(model.named_modules()):
         if not isinstance(module, LinearBase):
             continue
         layers = list(shards(model, prefix, module, linears))
         names = [name for name, *_ in layers]
-        rank = max((ranks.get(name, 0) for name in names), default=0)
+        rank = max((ranks.get(name, 0) for name in names), default=0)  # R of this linear layer
         if rank:
             missing -= set(names)
-            width = len(layers) * rank
+            width = len(layers) * rank  # S R
+            slots = {}
+            for index, (name, rows, columns, _) in enumerate(layers):
+                # The whole layer's shape, of which this rank may compute a part
+                shape = (
+                    rows.whole if rows else module.output_size_per_partition,
+                    columns.whole if columns else module.input_size_per_partition,
+                )
+                slots[name] = Slot(rank, index, len(layers), shape, ranks.get(name, 0))
             shapes = {A: (module.input_size_per_partition, width), B: (width, module.output_size_per_partition)}
             for which, shape in shapes.items():
-                module.add_module(ADAPTERS[which], AdapterLinear(which, layers, rank, shape, prefix))
-            # An instance of the same class, and of `_WithAdapter` before it, with the same attributes
+                module.add_module(ADAPTERS[which], AdapterLinear(which, layers, slots, shape, prefix))
+            # Replace the method by one with the same attributes, whose class also has `_WithAdapter`
             method = object.__new__(_with_adapter(type(module.quant_method)))
             vars(method).update(vars(module.quant_method))
             module.quant_method = method
@@ -97,18 +127,14 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
 
 @cache
 def _with_adapter(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
+    """Return a subclass of `_WithAdapter` and `cls`."""
     return type(cls.__name__, (_WithAdapter, cls), {"__module__": cls.__module__})
 
 
 def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Return each slot, by the name that the policy's layer has in the engine."""
+    """Return the slots of an engine's model, by the engine's names of the policy's layers."""
     slots = {}
     for module in model.modules():
-        added = getattr(module, ADAPTERS[A], None)
-        for number, (name, rows, columns, _) in enumerate(added.layers if added is not None else ()):
-            shape = (
-                rows.whole if rows else module.output_size_per_partition,
-                columns.whole if columns else module.input_size_per_partition,
-            )
-            slots[name] = Slot(added.rank, number, len(added.layers), shape)
+        if isinstance(module, AdapterLinear):
+            slots |= module.slots
     return slots

@@ -1,7 +1,7 @@
-"""The FP8 base of a policy in an engine: sent once, with room for adapters; each sync sends only adapters."""
+"""The FP8 base of a policy in an engine with adapter layers: it is sent once, and each sync sends only adapters."""
 
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, closing
 from functools import cached_property
 from itertools import chain
@@ -11,116 +11,148 @@ from torch import nn
 from transformers import PretrainedConfig
 from vllm import envs
 
-from trl_fp8.engine.vllm.colocated import Generation
+from trl_fp8.engine.vllm.colocated import Delivered, Generation
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.part import EnginePart
-from trl_fp8.engine.vllm.platform import Platform, traced
+from trl_fp8.engine.vllm.platform import Platform, compile_cache_key
 from trl_fp8.engine.vllm.policy_weights import PolicyWeights
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import TensorGroup
 from trl_fp8.sync.writer import NamedTensor, SentTensor
 from trl_fp8.upstream import vllm as upstream
 
-from .adapter_tensors import A, adapter_tensors, factors, merged, room_for
+from .adapter_tensors import A, Slot, adapter_ranks, adapter_tensors, factors, with_adapters
 from .engine_adapters import ADAPTERS, adapters_installed, slots_of
 from .held_base import SharedBase
+from .server_slots import require_same_ranks, slots_from
 
 
-TOKENS = list(range(8))  # a prompt to try adapters with: attention needs a few, and every vocabulary has these
+TRIAL_PROMPT = list(range(8))  # for `unread_adapters`: attention needs a few tokens, and every vocabulary has these
 
 
 class BasePart(EnginePart):
     """Sends the base to the engine once, and lets the policy's layers compute with the engine's codes.
 
-    The engine keeps them in memory while it sleeps.
+    A sleeping engine keeps the codes in memory, because the policy computes with them.
     """
 
     def __init__(self, base: SharedBase):
         self.base = base
-        self._adapters_read = True  # False: a compiled engine may not read them, which is tested once
+        self._is_untested = False  # a compiled engine may not read its adapters: it is tested after the first sync
 
     @cached_property
-    def _room(self) -> dict[str, int]:
-        return room_for(self.base.model)
+    def _ranks(self) -> dict[str, int]:
+        return adapter_ranks(self.base.model)
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
         # Adapter layers are added after vLLM has built the model, so vLLM's own hash does not cover them
-        return {"additional_config": traced(adapters=self._room)}
+        return {"additional_config": compile_cache_key(adapters=self._ranks)}
 
     def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
-        return adapters_installed(recipe, self._room)
+        ranks = {recipe.engine_name(layer): rank for layer, rank in self._ranks.items()}
+        return adapters_installed(recipe.linears, ranks)
 
     def started(self, generation: Generation) -> None:
         generation.llm.share_weights()
 
+    def served(self, base_url: str, facts: Mapping[str, list]) -> dict[str, list[int]]:
+        recipe = self.base.recipe
+        require_same_ranks(base_url, facts, self._ranks, recipe)
+        shapes = {}
+        for layer, slot in slots_from(facts).items():
+            shapes |= {f"{recipe.linears[layer]}.{which}.weight": shape for which, shape in slot.shapes.items()}
+        return shapes
+
     def weights(self, generation: Generation) -> PolicyWeights:
-        return AdapterWeights(generation, self.base)
+        return AdapterWeights(generation, self.base, slots_of(generation.engine.model))
 
     def ready(self, generation: Generation) -> None:
+        generation.wake_weights()
+        self._share(generation)
+        # The test runs after the first sync. Until then the weights beside the base are random, and adapters might not
+        # change log-probs
+        self._is_untested = bool(upstream.engine_config(generation.llm).compilation_config.mode)
+
+    def _share(self, generation: Delivered) -> None:
+        """Send the base, and let the policy's layers compute with the codes that were written."""
         recipe = generation.recipe
         layout = generation.engine.layout
-        generation.wake_weights()
-        generation.delivery.send(generation.delivery.frozen[0])
+        generation.delivery.send(generation.weights.base_part)
         self.base.share(lambda weight: held_codes(layout, recipe.engine_name(weight), recipe.format))
-        # Tested after the first sync: with the random weights of now, adapters may not show in log-probs
-        self._adapters_read = not upstream.engine_config(generation.llm).compilation_config.mode
 
     def synced(self, generation: Generation) -> None:
-        if self._adapters_read:
+        if not self._is_untested:
             return
         with generation.cache_awake():
-            unread = unread_adapters(generation.engine.model, lambda: generation.llm.log_probs(TOKENS))
+            unread = unread_adapters(generation.engine.model, lambda: generation.llm.log_probs(TRIAL_PROMPT))
             generation.engine.reset_prefix_cache()
-        [found] = generation.largest([len(unread)])
-        if found:
+        [most_unread] = generation.largest([len(unread)])
+        if most_unread:
             where = ", ".join(unread) or "layers of another rank, see its log"
             raise RuntimeError(
                 f"fp8_base=True: whatever adapters the engine holds, its log-probs stay the same ({where}). Rollouts "
-                "would come from the base. The engine runs code that was compiled for one without these adapters: "
-                f"vLLM took it from its compile cache ({envs.VLLM_CACHE_ROOT}/torch_compile_cache, unless "
+                "would come from the base. The engine runs code that was compiled for an engine without these "
+                f"adapters, from vLLM's compile cache ({envs.VLLM_CACHE_ROOT}/torch_compile_cache, unless "
                 "vllm_engine_kwargs sets compilation_config cache_dir). Delete that folder, or set "
                 "VLLM_DISABLE_COMPILE_CACHE=1 in the environment, and start again."
             )
-        self._adapters_read = True
+        self._is_untested = False
 
 
 class AdapterWeights(PolicyWeights):
-    """Source of a sync: adapters, and other trained parameters beside a frozen base."""
+    """The tensors of a sync: adapters and other trained parameters, beside a frozen base.
 
-    def __init__(self, generation: Generation, base: SharedBase):
+    Args:
+        slots: By the engine's names of layers.
+    """
+
+    def __init__(self, generation: Delivered, base: SharedBase, slots: Mapping[str, Slot]):
         super().__init__(generation)
         self.base = base
         recipe = self.recipe
-        # By the policy's names; `slots_of` has the engine's
-        self.slots = {recipe.linears[name]: slot for name, slot in slots_of(generation.engine.model).items()}
-        codes = {name for w in recipe.fp8_tensors for name in (recipe.engine_name(w), recipe.scale_name(w))}
+        self.slots = {recipe.linears[name]: slot for name, slot in slots.items()}  # by the policy's names
+
+        # Two groups are sent once: the FP8 weights with their scales, and all other frozen parameters
+        codes = {recipe.engine_name(name) for name in recipe.fp8_tensors}
+        scales = {recipe.scale_name(name) for name in recipe.fp8_tensors}
+        self.base_part = TensorGroup(
+            self.layout.part(codes | scales), lambda: closing(base.tensors()), one_by_one=True
+        )
         frozen = {recipe.engine_name(name) for name, parameter in self.parameters() if not parameter.requires_grad}
 
+        def frozen_parameters() -> Iterator[NamedTensor]:
+            return (each for each in self.parameters() if recipe.engine_name(each[0]) in frozen)
+
         def frozen_tensors() -> AbstractContextManager[Iterator[SentTensor]]:
-            return closing(self.whole(lambda: (p for p in self.parameters() if recipe.engine_name(p[0]) in frozen)))
+            return closing(self.whole(frozen_parameters))
 
-        base_part = TensorGroup(self.layout.part(codes), lambda: closing(base.tensors()), one_by_one=True)
-        self.frozen = base_part, TensorGroup(self.layout.part(frozen), frozen_tensors, one_by_one=self.dealt)
+        other_part = TensorGroup(self.layout.part(frozen), frozen_tensors, one_by_one=self.sharded)
+        self.frozen = self.base_part, other_part
 
-    def one_by_one(self, model: nn.Module) -> bool:
-        return self.dealt  # unlike the parent's, also with PEFT: no adapter is merged in place, so tensors last
+    def yields_one_by_one(self, model: nn.Module) -> bool:
+        # With adapters, the parent's tensors last only until the next one, because each is merged in place for a
+        # moment. Here no adapter is merged
+        return self.sharded
 
-    def sent(self) -> AbstractContextManager[Iterator[SentTensor]]:
-        named = self.model.named_parameters
-        trained = self.whole(lambda: (each for each in named() if each[1].requires_grad or ".lora_" in each[0]))
-        return closing(adapter_tensors(self.model, self.slots, trained))
+    def tensors_to_send(self) -> AbstractContextManager[Iterator[SentTensor]]:
+        def trained() -> Iterator[NamedTensor]:
+            for name, parameter in self.model.named_parameters():
+                if parameter.requires_grad or ".lora_" in name:
+                    yield name, parameter
 
-    def merged(self) -> AbstractContextManager[Iterator[NamedTensor]]:
-        return closing(self._merged())
+        return closing(adapter_tensors(self.model, self.slots, self.whole(trained)))
 
-    def _merged(self) -> Iterator[NamedTensor]:
-        adapters = factors(self.model, self._adapters(self.model))
-        yield from merged(self.whole(self.parameters), adapters)
-        if self._generation.accelerator.is_main_process:
-            yield from merged(self.base.originals(), adapters)
+    def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
+        def summed() -> Iterator[NamedTensor]:
+            adapters = factors(self.model, self._adapters(self.model))
+            yield from with_adapters(self.whole(self.parameters), adapters)
+            if self._generation.accelerator.is_main_process:
+                yield from with_adapters(self.base.originals(), adapters)
+
+        return closing(summed())
 
     def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[SentTensor]]:
-        own = self._reference(model, names, summed=False)
+        own = self._reference(model, names, has_adapters=False)
         sent = adapter_tensors(model, self.slots, chain(self._adapters(model), own))
         return closing((name, tensor) for name, tensor in sent if self.recipe.engine_name(name) in names)
 
@@ -129,20 +161,20 @@ class AdapterWeights(PolicyWeights):
 
 
 def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> list[str]:
-    """Return the linear layers of an engine's `model` whose adapters it does not compute with.
+    """Return the linear layers of an engine's `model` whose adapters the engine does not compute with.
 
-    vLLM looks for compiled code under a hash that covers the room for adapters. But users can point vLLM at one folder
-    for all (`compilation_config={"cache_dir": ...}`), and vLLM may change what it hashes. An engine with adapters
-    would then run code that was compiled without them: its tensors are right, but nothing reads them. So new values in
-    an adapter have to change log-probs. Of layers that differ only in their number the first is tested. Afterwards
-    adapters have their old values.
+    vLLM looks for compiled code under a hash that covers the adapters' ranks (`compile_cache_key`). But users can make
+    vLLM use one folder for all engines (`compilation_config={"cache_dir": ...}`), and vLLM may change what it hashes.
+    An engine with adapters would then run code that was compiled without them: its tensors are right, but nothing
+    reads them. So this function writes new values into an adapter, which have to change the log-probs, and restores
+    the old values. It tests one of the layers whose names differ only in a number.
 
     Args:
-        model: With the policy's weights. With random ones the change may be too small to show.
-        log_probs: Of one sequence, as the engine computes them now.
+        model: Holds the policy's weights. With random weights the change may be too small to show.
+        log_probs: Returns the log-probs of one sequence, as the engine computes them now.
     """
     before = log_probs()
-    noise = (log_probs() - before).abs().max()  # kernels that add in no fixed order
+    noise = (log_probs() - before).abs().max()  # some kernels add in no fixed order
     unread: list[str] = []
     tried = set()
     for name, module in model.named_modules():
@@ -153,9 +185,8 @@ def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> 
         weights = [module.get_submodule(attribute).weight.data for attribute in ADAPTERS.values()]
         originals = [weight.clone() for weight in weights]
         generator = torch.Generator().manual_seed(0)
-        for weight in weights:  # A too: either may start at zero
-            random = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
-            weight.copy_(random)
+        for weight in weights:  # of A and of B, because either may be zero
+            weight.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5)
         try:
             moved = (log_probs() - before).abs().max()
         finally:

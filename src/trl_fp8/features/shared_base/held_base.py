@@ -1,14 +1,13 @@
-"""The frozen FP8 base of a policy: the source of its weights, and their holder once the engine has started.
+"""The frozen FP8 base of a policy: where its weights come from, and the engine's codes that replace them.
 
-model object            `HeldBase` takes the weights out of the model, which then is as small as one that was
+trainer constructed     `HeldBase` takes the weights out of a model object, which is then as small as a model that was
                         loaded without them (stored_base.py)
-engine started          the weights are handed over one by one, quantized into the engine's tensors, and dropped
-shared                  the policy's layers get the engine's codes; if ranks share an engine, each has only a part,
-                        and the layers get whole codes of their own
+engine started          the weights go to the engine one by one, are quantized into its tensors, and are dropped
+base shared             the policy's layers get the engine's codes. If several ranks share an engine, each rank has
+                        only a part of the engine's codes, so the layers get whole codes of their own
 """
 
 from collections.abc import Callable, Collection, Iterator
-from functools import cached_property
 
 import torch
 from safetensors import SafetensorError
@@ -27,21 +26,20 @@ from .stored_base import StoredBase, load_without_base
 
 
 Weight = Tensor | Float8Tensor  # in high precision, or codes
-SHARED_BEFORE = (
-    "the model shared its FP8 base with the engine of a trainer before this one (fp8_base=True), and has a part"
-)
+SHARED_BEFORE = "an earlier trainer shared this model's FP8 base with its engine (fp8_base=True), a part of it"
 ANEW = "Load the model anew, or give the trainer the flags that the first one had."
 
 
 class HeldBase:
-    """Weights taken out of a model object; they stay on its device until they are read. A model that shared its base
-    with an earlier engine has codes instead.
+    """The FP8 weights of a model object, taken out of it. They stay on the model's device until they are released.
+
+    If the model shared its base with an earlier engine, they are that engine's codes.
     """
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe):
         self.recipe = recipe
         self._weights: dict[str, Weight] = {}
-        self._places = list(fp8_weights(model, recipe))
+        self._places = list(fp8_weights(model, recipe))  # (name, module, the module's parameter) of each weight
         require_own_weights(model, {module for _, module, _ in self._places})
         for name, module, parameter in self._places:
             weight = _codes_of(module, parameter) if isinstance(module, HoldsCodes) else getattr(module, parameter)
@@ -53,20 +51,23 @@ class HeldBase:
             share(module)
 
     def restore(self) -> None:
-        """Put the weights back into the policy, unless an engine has them."""
-        for name, module, parameter in self._places if self._weights else ():
-            if not isinstance(self._weights[name], Float8Tensor):
+        """Put the weights back into the policy. Codes stay where they are, and released weights are gone."""
+        if not self._weights:
+            return
+        for name, module, parameter in self._places:
+            weight = self._weights[name]
+            if not isinstance(weight, Float8Tensor):
                 if isinstance(module, HoldsCodes):
                     restore(module)
-                module.register_parameter(parameter, self._weights[name])
+                module.register_parameter(parameter, weight)
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
         """Yield each of `recipe.fp8_tensors` by the policy's name."""
         if not self._weights:
             raise RuntimeError(
-                "fp8_base=True: the base's FP8 weights live in the engine alone, and something changed them there. "
-                "They came with the model that the trainer was given and are gone; start again from the last "
-                "checkpoint, and pass the model by its name, so that they can be read again."
+                "fp8_base=True: the base's FP8 weights exist only in the engine, and something changed them there. "
+                "The trainer was made with a model object, whose weights were dropped. Start again from the last "
+                "checkpoint, and pass the model by its name, so that its weights can be read again."
             )
         yield from ((name, weight.detach()) for name, weight in self._weights.items())
 
@@ -76,79 +77,102 @@ class HeldBase:
 
 
 class SharedBase:
-    """Weights that a policy hands to its engine; afterwards it computes with the engine's codes."""
+    """The weights that a policy sends to its engine once. Afterwards the policy computes with the engine's codes.
 
-    def __init__(self, model: nn.Module, source: HeldBase | StoredBase, device: torch.device):
+    Args:
+        is_served: Whether the engine is a server. What is sent to a server are whole codes, even if several of its
+            ranks share a model.
+    """
+
+    def __init__(self, model: nn.Module, source: HeldBase | StoredBase, device: torch.device, is_served: bool = False):
         self.model = model
+        self.recipe = source.recipe
         self._source = source
         self._device = device
-        self._own: dict[str, Float8Tensor] = {}  # whole codes, where ranks share an engine
+        self._engine_codes_are_whole = is_served or self.recipe.tensor_parallel_size == 1
+        self._own_codes: dict[str, Float8Tensor] = {}  # if the engine's are not whole
+        self._original: StoredBase | None = None  # what `original` found
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
-        if self._source.recipe.tensor_parallel_size == 1:
-            yield from self._on_device(self._source)
+        """Yield each FP8 weight by the policy's name, to be sent. Note whole codes if the engine's are not whole."""
+        if self._engine_codes_are_whole:
+            for name, weight in self._source.tensors():
+                yield name, weight.to(self._device)
             return
         for name, _, codes in self._quantized(self._source):
-            self._own[name] = codes
+            self._own_codes[name] = codes
             yield name, codes
 
-    def _on_device(self, source: HeldBase | StoredBase) -> Iterator[tuple[str, Weight]]:
-        return ((name, tensor.to(self._device)) for name, tensor in source.tensors())
-
     def _quantized(self, source: HeldBase | StoredBase) -> Iterator[tuple[str, Weight, Float8Tensor]]:
-        """Yield (name, weight, its codes); weights that share a scale are quantized together."""
+        """Yield (name, weight, codes of the weight). Weights that share a scale are quantized together."""
         recipe = source.recipe
-        for group in by_scale(self._on_device(source), recipe):
+        on_device = ((name, weight.to(self._device)) for name, weight in source.tensors())
+        for group in by_scale(on_device, recipe):
             weights = list(group.values())
-            codes = weights
+            codes = weights  # of a checkpoint that is FP8
             if not isinstance(weights[0], Float8Tensor):
                 rounded = [weight.to(torch.bfloat16) for weight in weights]
                 codes = quantize_fused(rounded, recipe.format, recipe.scale_format)
             yield from zip(group, weights, codes, strict=True)
 
     def share(self, codes: Callable[[str], Float8Tensor]) -> None:
-        """Let the policy's layers compute with `codes` of each weight, or their own, and drop weights that came
-        with the policy.
+        """Let the policy's layers compute with the engine's `codes(name)`, or with own codes if those are not whole.
+
+        Release the weights of a `HeldBase`.
         """
         for name, module, parameter in fp8_weights(self.model, self._source.recipe):
-            value = self._own[name] if self._own else codes(name)
-            module.codes = value if isinstance(module, nn.Linear) else (module.codes or {}) | {parameter: value}
+            value = self._own_codes[name] if self._own_codes else codes(name)
+            if isinstance(module, nn.Linear):
+                module.codes = value
+            else:  # experts have several weights
+                module.codes = (module.codes or {}) | {parameter: value}
         if isinstance(self._source, HeldBase):
             self._source.release()
-        transformers_model(self.model).save_pretrained = _lacks_weights
+        transformers_model(self.model).save_pretrained = _refuse_save
 
-    @cached_property
     def original(self) -> StoredBase | str:
-        """Return the place of the weights in high precision, to be read again, or the reason why there is none."""
+        """Return where the weights in high precision can be read again, or the reason why they cannot.
+
+        A reason may be gone at the next call, for example if the Hub could not be reached.
+        """
+        if self._original is not None:
+            return self._original
         source = self._source
         model = transformers_model(self.model)
         if not isinstance(source, StoredBase):
             recipe = source.recipe
+            name, commit = model.config.name_or_path, model.config._commit_hash
             try:
-                _, source = load_without_base(type(model).from_pretrained, model.config.name_or_path, lambda _: recipe)
+                _, source = load_without_base(type(model).from_pretrained, name, lambda _: recipe, revision=commit)
             except (ValueError, OSError, SafetensorError) as error:
-                return f"the original ones cannot be read again: {error}"
+                return f"the original weights cannot be read again: {error}"
         if any(weight.scales for weight in source.weights):
             return "the checkpoint is FP8"
+        self._original = source
         return source
 
     def originals(self) -> Iterator[tuple[str, Weight]]:
-        """Yield each weight as it was before it was FP8, or dequantized if `original` is a reason.
+        """Yield each weight in high precision, read again, or dequantized if `original` returns a reason.
 
-        `ValueError` if what was read again is not what the engine's codes were made of.
+        `ValueError` if a weight that was read again quantizes to other codes than the engine has.
         """
         places = fp8_weights(self.model, self._source.recipe)
         codes_by_name = {name: _codes_of(module, parameter) for name, module, parameter in places}
-        if isinstance(self.original, str):
+        original = self.original()
+        if isinstance(original, str):
             yield from ((name, dequantize_weight(codes, torch.float32)) for name, codes in codes_by_name.items())
             return
-        for name, weight, codes in self._quantized(self.original):
-            if not _same(codes, codes_by_name[name]):
+        for name, weight, codes in self._quantized(original):
+            of_engine = codes_by_name[name]
+            same_codes = torch.equal(codes.qdata.view(torch.uint8), of_engine.qdata.view(torch.uint8))
+            if not same_codes or not torch.equal(
+                codes.scale.view_as(of_engine.scale).float(), of_engine.scale.float()
+            ):
                 raise ValueError(
-                    f"the weights in model={self.model.config.name_or_path!r} are not those that were trained on: "
-                    f"{name} quantizes to other codes than the engine has. The model was changed after it was "
-                    "loaded, or its folder since then. Write the adapters with trainer.save_model(), and merge "
-                    "them into the model that they were trained on with PEFT's merge_and_unload()."
+                    f"the weights in model={self.model.config.name_or_path!r} are not those that the adapters were "
+                    f"trained on: {name} quantizes to other codes than the engine has. The model was changed after it "
+                    "was loaded, or its folder was. Write the adapters with trainer.save_model(), and merge them into "
+                    "the model that they were trained on with PEFT's merge_and_unload()."
                 )
             yield name, weight
 
@@ -157,20 +181,14 @@ def _codes_of(module: HoldsCodes, parameter: str) -> Float8Tensor | None:
     return module.codes[parameter] if isinstance(module.codes, dict) else module.codes
 
 
-def _same(one: Float8Tensor, other: Float8Tensor) -> bool:
-    return torch.equal(one.qdata.view(torch.uint8), other.qdata.view(torch.uint8)) and torch.equal(
-        one.scale.view_as(other.scale).float(), other.scale.float()
-    )
+def require_own_weights(model: nn.Module, skip: Collection[nn.Module] = ()) -> None:
+    """Raise `ValueError` if a layer of a policy that is not in `skip` holds no weights."""
+    if any(isinstance(module, HoldsCodes) and module not in skip for module in model.modules()):
+        raise ValueError(f"{SHARED_BEFORE} not shared now. {ANEW}")
 
 
-def require_own_weights(model: nn.Module, but: Collection[nn.Module] = ()) -> None:
-    """Raise `ValueError` if layers of a policy, other than `but`, hold no weights."""
-    if any(isinstance(module, HoldsCodes) and module not in but for module in model.modules()):
-        raise ValueError(f"{SHARED_BEFORE} that is not shared now. {ANEW}")
-
-
-def _lacks_weights(*args, **kwargs) -> None:
+def _refuse_save(*args, **kwargs) -> None:
     raise ValueError(
-        "fp8_base=True: the model does not hold its FP8 weights, so that save_pretrained would leave them out. Use "
+        "fp8_base=True: the model does not hold its FP8 weights, so save_pretrained would leave them out. Use "
         "trainer.merge_and_export(folder) for a whole model, or trainer.save_model() for the adapters."
     )

@@ -1,11 +1,12 @@
-"""Frozen layers of a policy that hold no weight: they compute with an engine's FP8 codes.
+"""Frozen layers of a policy that hold no weight and compute with an engine's FP8 codes.
 
-    forward     y = x @ W.T + bias, W dequantized for the call, in the dtype that the layer would have computed in
-    backward    dX = dY @ W, W dequantized once more: no copy of a weight outlives a call
+    forward     y = x @ W.T + bias, with W dequantized for the call, in the dtype in which the layer would compute
+    backward    dX = dY @ W, with W dequantized once more, because no copy of a weight outlives a call
 
-Modules stay the objects that they are (policy/swapped.py), so names, adapters and gradient checkpointing work as
-before. A NaN of its shape stands in for a weight: PEFT and transformers read shapes, dtypes and devices, and a
-computation with it would show. PEFT's merge into it raises an error that names the way.
+Modules stay the same objects (policy/swapped.py), so names, adapters and gradient checkpointing work as before. In
+place of a weight they have a placeholder: a NaN, expanded to the weight's shape. PEFT and transformers read its shape,
+dtype and device, and a computation with it would show as NaN. If PEFT merges an adapter into it, an error says what to
+call instead.
 """
 
 from collections.abc import Iterator
@@ -24,17 +25,18 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 
 class AbsentWeight(Tensor):
-    """Shape, dtype and device of a weight; its values are NaN."""
+    """Placeholder with the shape, dtype and device of a weight; its values are NaN."""
 
-    def __iadd__(self, other: Tensor) -> Tensor:  # a merge of PEFT's
+    def __iadd__(self, other: Tensor) -> Tensor:  # PEFT's merge
         raise ValueError(
-            "fp8_base=True: the base's FP8 weights live in the engine, so that PEFT cannot merge adapters into them. "
+            "fp8_base=True: the base's FP8 weights exist only in the engine, so PEFT cannot merge adapters into them. "
             "Use trainer.merge_and_export(folder), which reads the original weights again, or trainer.save_model() "
             "and then PEFT's merge_and_unload() on the original model."
         )
 
 
-def _held_or_absent(name: str) -> property:
+def _parameter_or_absent(name: str) -> property:
+    """Return a property: the weight that `holding` made the parameter `name` for a call, else the placeholder."""
     return property(lambda module: module._parameters.get(name, module.absent[name]))
 
 
@@ -42,37 +44,38 @@ class SharedLinear(HoldsCodes):
     """Mixin for an `nn.Linear` without a weight."""
 
     codes: Float8Tensor | None  # of the weight `[N, K]`
-    absent: dict[str, Tensor]  # by the name of the parameter
-    weight = _held_or_absent("weight")
+    absent: dict[str, Tensor]  # placeholders by the name of the parameter
+    weight = _parameter_or_absent("weight")
 
     def forward(self, input: Tensor) -> Tensor:
         if self.codes is None:
             raise RuntimeError("fp8_base=True: the policy has no weights before its trainer's engine holds its base.")
-        dtype = _computed_in(input)
+        dtype = _compute_dtype(input)
         y = _DequantizedLinear.apply(input.to(dtype), self.codes)
         return y if self.bias is None else y + self.bias.to(dtype)
 
 
 class SharedExperts(HoldsCodes):
-    """Mixin for the module of all experts of a layer, `[E, N, K]` each, without weights."""
+    """Mixin for the module of all experts of a layer, without its two weights `[E, N, K]`."""
 
     codes: dict[str, Float8Tensor] | None
     absent: dict[str, Tensor]
-    gate_up_proj, down_proj = map(_held_or_absent, TRANSFORMERS.fused)
+    gate_up_proj, down_proj = map(_parameter_or_absent, TRANSFORMERS.fused)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        inputs = hidden_states.to(_computed_in(hidden_states)), top_k_index, top_k_weights
+        inputs = hidden_states.to(_compute_dtype(hidden_states)), top_k_index, top_k_weights
+        # The backward calls `dequantized` once more, so autograd keeps no dequantized weight
         return own_gradient(self.dequantized, self.dequantized, *inputs, dtype=inputs[0].dtype)
 
     def dequantized(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Call the module's own forward with dequantized weights, which are gone afterwards."""
+        """Call the module's own forward with weights that are dequantized for this call."""
         weights = {name: dequantize_weight(codes, hidden_states.dtype) for name, codes in self.codes.items()}
         with holding(self, weights):
             return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
 def fp8_weights(model: nn.Module, recipe: FP8Recipe) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (checkpoint name, module, name of its parameter) of each weight of a policy that is FP8."""
+    """Yield (checkpoint name, module, name of the module's parameter) of each weight of a policy that is FP8."""
     for name, module in (*linear_layers(model), *expert_modules(model)):
         for parameter in _weight_names(module):
             if f"{name}.{parameter}" in recipe.fp8_tensors:
@@ -80,14 +83,14 @@ def fp8_weights(model: nn.Module, recipe: FP8Recipe) -> Iterator[tuple[str, nn.M
 
 
 def share(module: nn.Module) -> None:
-    """Take the weights out of a linear layer, or out of all experts of a layer. Idempotent."""
+    """Replace the weights of a linear layer, or of all experts of a layer, by placeholders. Idempotent."""
     if not isinstance(module, HoldsCodes):
         absent = {}
         for name in _weight_names(module):
             weight = module._parameters.pop(name)
-            device = "cpu" if weight.is_meta else weight.device  # a NaN needs a real one
-            nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)  # expanded, it takes no memory
-            absent[name] = nan.expand(weight.shape).as_subclass(AbsentWeight)
+            device = "cpu" if weight.is_meta else weight.device  # the meta device has no values, and so no NaN
+            nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)
+            absent[name] = nan.expand(weight.shape).as_subclass(AbsentWeight)  # `expand` takes no memory
         swap(module, SharedLinear if isinstance(module, nn.Linear) else SharedExperts, codes=None, absent=absent)
 
 
@@ -95,13 +98,14 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
     return ("weight",) if isinstance(module, nn.Linear) else TRANSFORMERS.fused
 
 
-def _computed_in(x: Tensor) -> torch.dtype:
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer computes for the input `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """Computes `x @ W.T` of x `[..., K]`, W dequantized for the call, and dX likewise."""
+    """Computes `x @ W.T` for x `[..., K]`, and dX in the backward, each with W dequantized for the call."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codes: Float8Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Truncated sampling: log-probs over the tokens that top-k, top-p and min-p left. It has no flag of its own."""
+"""Truncated sampling: the trainer's log-probs are over the tokens that top-k, top-p and min-p left in the engine.
+
+This feature has no flag of its own: TRL's sampling flags switch it on.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +15,11 @@ NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0)}  # val
 
 @dataclass
 class SamplingFlags(FlagGroup):
-    """Properties of a config that say whether sampling is truncated and the trainer's log-probs follow."""
+    """Properties of a config: whether sampling is truncated, and whether the trainer's log-probs follow it."""
 
     @property
     def truncated_by(self) -> dict[str, Any]:
-        """Return the settings that leave tokens out of the sampling, fields or in `generation_kwargs`."""
+        """Return the settings that leave out tokens, from the config's fields or from `generation_kwargs`."""
         settings = {name: getattr(self, name) for name in NEUTRAL} | (self.generation_kwargs or {})
         return {name: settings[name] for name, neutral in NEUTRAL.items() if settings[name] not in neutral}
 
@@ -43,7 +46,7 @@ class SamplingFlags(FlagGroup):
             settings = ", ".join(f"{name}={value!r}" for name, value in self.truncated_by.items())
             raise ValueError(
                 f"{settings} with vllm_mode={self.vllm_mode!r}: vLLM's log-probs are renormalized over the tokens "
-                "that survive, and only a colocated engine tells the trainer which. Set vllm_mode='colocate', or "
+                "that survive, and only a colocated engine returns these tokens. Set vllm_mode='colocate', or "
                 "top_p=1.0, top_k=0, min_p=None."
             )
 

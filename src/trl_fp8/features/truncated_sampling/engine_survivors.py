@@ -1,10 +1,9 @@
-"""Survivors: the tokens that top-k, top-p and min-p left to be sampled from, for every token of every rollout.
+"""Survivors: the tokens that top-k, top-p and min-p left to sample from, for every sampled token of every rollout.
 
-vLLM's second model runner (CUDA) returns them with each completion (`return_sampling_mask`). On CPU vLLM has only
-the first runner: there `SamplerCapture` reads the log-probs that its sampler draws from.
+vLLM's second model runner (CUDA) returns survivors with each completion (`return_sampling_mask`). On CPU vLLM has only
+the first runner. There `SamplerCapture` reads the log-probs from which vLLM's sampler draws.
 """
 
-import re
 from itertools import chain
 
 import numpy as np
@@ -25,28 +24,28 @@ class SurvivorLog(RolloutLog):
     """Survivors of everything generated since `begin`."""
 
     unknown = "the tokens that top_p, top_k and min_p left are not known"
-    otherwise = "sample from the full distribution (top_p=1.0, top_k=0, min_p=None)"
+    refused = "top_p, top_k or min_p with a correction: vLLM cannot return the tokens that survive them"
+    refusal = r"sampling distribution replay[^\[\n]*"
+    otherwise = "set top_p=1.0, top_k=0, min_p=None"
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
         return {"return_sampling_mask": True} if platform.name == "cuda" else {}
-
-    def explain(self, error: ValueError) -> ValueError | None:
-        reason = re.search(r"sampling distribution replay[^\[\n]*", str(error))
-        return reason and ValueError(
-            f"top_p, top_k or min_p with a correction: vLLM cannot return the tokens that survive them here: "
-            f"{reason[0].strip()}. Otherwise set top_p=1.0, top_k=0, min_p=None."
-        )
 
     def started(self, generation: Generation) -> None:
         returned = generation.platform.name == "cuda"
         self.source = returned_survivors if returned else SamplerCapture(generation.llm)
         if (generation.generation_kwargs.get("top_k", generation.top_k) or 0) <= 0:
-            # vLLM returns survivors only if top_k bounds their number. A bound of the whole vocabulary changes nothing
+            # vLLM returns survivors only if top_k bounds their number. A bound of the vocabulary's size leaves out
+            # none
             vocabulary = upstream.engine_config(generation.llm).model_config.get_vocab_size()
             generation.sample_with(top_k=vocabulary)
 
     def merged(self, notes: list[Survivors], length: int) -> Survivors:
-        """Join the turns of a conversation; another rollout that shares tokens with it has a part of one of them."""
+        """Return the survivors of a conversation, joined from the `notes` of its turns.
+
+        Notes of another rollout that shares tokens with this one may be among them. They overlap a turn of this
+        conversation, and are left out.
+        """
         turns = [(int(np.flatnonzero(note.counts_T)[0]), note) for note in notes if note.counts_T.any()]
         counts_T = np.zeros(length, np.int32)
         ids = [np.zeros(0, np.int32)]
@@ -61,7 +60,7 @@ class SurvivorLog(RolloutLog):
 
 
 def returned_survivors(outputs: list[RequestOutput]) -> list[Survivors]:
-    """Return the survivors that vLLM itself reported."""
+    """Return the survivors that vLLM itself returned."""
     masks = [output.outputs[0].sampling_mask for output in outputs]
     if any(mask is None for mask in masks):
         raise RuntimeError("vLLM returned no sampling masks although return_sampling_mask was set.")
@@ -69,35 +68,36 @@ def returned_survivors(outputs: list[RequestOutput]) -> list[Survivors]:
 
 
 class SamplerCapture:
-    """Reads the sampler of an engine with the first model runner."""
+    """Records survivors in the sampler of an engine with vLLM's first model runner."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
-        self._chunks: dict[str, dict[int, np.ndarray]] = {}  # request -> tokens before a token -> its survivors
+        self._chunks: dict[str, dict[int, np.ndarray]] = {}  # request -> position of a sampled token -> its survivors
         upstream.sampler(llm).register_forward_hook(self._capture)
 
     def __call__(self, outputs: list[RequestOutput]) -> list[Survivors]:
-        """Return survivors of the requests that just finished; none where a token was not drawn (temperature 0)."""
+        """Return the survivors of the requests that just finished; none at temperature 0, where nothing is drawn."""
         chunks = self._chunks
         self._chunks = {}
         found = []
         for output in outputs:
             start = len(output.prompt_token_ids)
-            of_request = chunks.get(output.request_id, {})
-            sampled = range(start, start + len(output.outputs[0].token_ids))
-            found.append(_survivors(output, [of_request.get(position, ()) for position in sampled]))
+            survivors_at = chunks.get(output.request_id, {})
+            positions = range(start, start + len(output.outputs[0].token_ids))
+            found.append(_survivors(output, [survivors_at.get(position, ()) for position in positions]))
         return found
 
     def _capture(self, sampler: nn.Module, args: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         survives = output[1] > -torch.inf
         ids = survives.nonzero()[:, 1].int().split(survives.sum(-1).tolist())
-        # A row for each request, also where a chunk of its prompt, or of what was preempted, ends: what is drawn there
-        # is thrown away. So a token keeps the survivors that were noted first
-        for of_row, (request, position, start, end) in zip(ids, upstream.scheduled_tokens(self._llm), strict=True):
-            self._chunks.setdefault(request, {}).setdefault(position + end - start, of_row.numpy())
+        # vLLM draws a token at the end of each chunk of a prompt, too, and throws it away. After a preemption it
+        # computes prompt and sampled tokens again in chunks, so a position that has survivors keeps them
+        for row_ids, (request, position, start, end) in zip(ids, upstream.scheduled_tokens(self._llm), strict=True):
+            self._chunks.setdefault(request, {}).setdefault(position + end - start, row_ids.numpy())
 
 
-def _survivors(output: RequestOutput, of_completion: list) -> Survivors:
-    counts_T = np.zeros(len(output.prompt_token_ids) + len(of_completion), np.int32)
-    counts_T[len(output.prompt_token_ids) :] = [len(ids) for ids in of_completion]
-    return Survivors(counts_T, np.fromiter(chain.from_iterable(of_completion), np.int32, counts_T.sum()))
+def _survivors(output: RequestOutput, completion_ids: list) -> Survivors:
+    """Return the survivors of a request. `completion_ids` has the ids of the survivors of each sampled token."""
+    counts_T = np.zeros(len(output.prompt_token_ids) + len(completion_ids), np.int32)
+    counts_T[len(output.prompt_token_ids) :] = [len(ids) for ids in completion_ids]
+    return Survivors(counts_T, np.fromiter(chain.from_iterable(completion_ids), np.int32, counts_T.sum()))

@@ -1,10 +1,11 @@
-"""TRL's fused output head over what truncated sampling left: log-probs of the distribution that was sampled.
+"""A substitute for TRL's fused output head whose log-probs are over the tokens that survived truncated sampling.
 
-vLLM removes the tokens that top-k, top-p and min-p drop and normalizes over the rest. This head does the same with the
-engine's choice of tokens: the trainer's own choice, from slightly different logits, would drop others at the border,
-perhaps the sampled one. Only survivors get a gradient, so their log-probs are all that the backward needs.
+vLLM removes the tokens that top-k, top-p and min-p drop, and normalizes over the rest. This head normalizes over the
+tokens that survived in the engine. A choice by the trainer, from slightly different logits, would drop other tokens at
+the border, perhaps the sampled one. Only survivors get a gradient, so the backward needs only their log-probs.
 
-Shape letters: N tokens that TRL's head gets, R of them sampled, E survivors of these, K hidden size, V vocabulary.
+Shape letters: N tokens that TRL's head gets, R of them sampled, E survivors of all of these together, T tokens of a
+tile, K hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,25 +19,25 @@ from torch.nn import functional as F
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, _addmm_fp32
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from trl_fp8.policy.swapped import TOKENS, Logits
+from trl_fp8.policy.swapped import TOKENS_AT_A_TIME, Logits
 
 
-ALIGNED = 8  # columns; a GEMM in 16 bits wants rows that begin at 16 bytes
+ALIGNED = 8  # columns of padding: a GEMM in 16 bits is fast if rows begin at multiples of 16 bytes
 
 
 @dataclass
 class Rows:
-    """Survivors of the tokens that TRL's head is going to get, in its order, chunk by chunk."""
+    """Survivors of the tokens that TRL's head is going to get, in the head's order. It gets them in chunks."""
 
-    counts_N: Tensor  # int64, on the device; 0: not sampled, as in prompts
-    ids_E: Tensor  # int64
+    counts_N: Tensor  # int64, on the device: number of survivors; 0: not sampled, as in prompts
+    ids_E: Tensor  # int64: token ids of the survivors, token after token
 
     def take(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Take counts and ids of the next `tokens`."""
+        """Remove and return the counts and ids of the next `tokens` tokens."""
         if tokens > len(self.counts_N):
             raise RuntimeError(
-                f"TRL's output head scores {tokens} tokens, and {len(self.counts_N)} are left whose survivors are "
-                "known (TRL 1.16 scores all of a batch on CPU, and the completions' elsewhere)."
+                f"TRL's output head scores {tokens} tokens, but only {len(self.counts_N)} are left whose survivors "
+                "are known (TRL 1.16 scores all of a batch on CPU, and the completions' elsewhere)."
             )
         counts_N = self.counts_N[:tokens]
         self.counts_N = self.counts_N[tokens:]
@@ -47,25 +48,26 @@ class Rows:
 
 
 def truncated_head(survivors: Rows, elsewhere: Logits | None = None) -> SimpleNamespace:
-    """Return a stand-in for TRL 1.16's `ChunkedLogProbFunction` that normalizes over `survivors`. `elsewhere` makes
-    the logits if the policy's own weight does not.
+    """Return a substitute for TRL 1.16's `ChunkedLogProbFunction` that normalizes over `survivors`.
+
+    `elsewhere` computes the logits; None: the weight that the head gets does.
     """
     return SimpleNamespace(apply=partial(TruncatedHead.apply, survivors, elsewhere))
 
 
 class TruncatedHead(torch.autograd.Function):
-    """Log-probs and entropies of the survivors, renormalized, and zero for tokens that were not sampled."""
+    """Log-probs and entropies over the survivors. They are zero for tokens that were not sampled."""
 
     @staticmethod
     def forward(
         ctx, survivors, elsewhere, hidden, weight, bias, targets, temperature, chunk_size, cap, scale, outputs
     ) -> tuple[Tensor | None, ...]:
-        """Map hidden `[N, K]`, weight `[V, K]`, targets `[N]` to log-probs and, if wanted, entropy, FP32 `[N]`.
+        """Map hidden `[N, K]`, weight `[V, K]`, targets `[N]` to log-probs and, if in `outputs`, entropy, FP32 `[N]`.
 
-        Logits are multiplied by `scale`, and soft-capped at `cap` unless that is None.
+        Logits are multiplied by `scale`, and soft-capped at `cap` unless it is None.
         """
-        assert set(outputs) <= {"log_probs", "entropy"}, outputs  # all that GRPO asks for
-        ctx.set_materialize_grads(False)  # of an entropy that is only logged
+        assert set(outputs) <= {"log_probs", "entropy"}, outputs  # GRPO uses no others
+        ctx.set_materialize_grads(False)  # an entropy that is only logged gets no gradient, instead of zeros
         device = hidden.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
@@ -77,20 +79,22 @@ class TruncatedHead(torch.autograd.Function):
         counts_N, ids_E = survivors.take(len(hidden))
         sampled_R = counts_N.nonzero()[:, 0]
         counts_R = counts_N[sampled_R]
-        log_probs, entropy = (torch.zeros(len(hidden), device=device) for _ in range(2))
-        log_ps, slopes = [], []  # of each survivor: log-prob, and how fast its logit follows the projection
-        for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS):
+        log_probs = torch.zeros(len(hidden), device=device)
+        entropy = torch.zeros_like(log_probs)
+        log_ps = []  # log-prob of each survivor
+        slopes = []  # derivative of its capped logit by the logit before the cap
+        for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS_AT_A_TIME):
             tokens = sampled_R[start : start + len(counts)]
-            all_TV = logits(hidden[tokens]).float()
-            # What was dropped is -inf, as in vLLM's sampler; softmax then normalizes over what is left
-            left_TV = torch.full_like(all_TV, -torch.inf)
-            left_TV[rows, ids] = all_TV[rows, ids] / temperature
-            log_p = left_TV.log_softmax(-1)
+            logits_TV = logits(hidden[tokens]).float()
+            # Dropped tokens get a logit of -inf, as in vLLM's sampler, so softmax normalizes over the others
+            survivors_TV = torch.full_like(logits_TV, -torch.inf)
+            survivors_TV[rows, ids] = logits_TV[rows, ids] / temperature
+            log_p = survivors_TV.log_softmax(-1)
             log_probs[tokens] = log_p.gather(-1, targets[tokens, None])[:, 0]
             entropy[tokens] = torch.special.entr(log_p.exp()).sum(-1)
             log_ps.append(log_p[rows, ids])
             if cap is not None:  # d (cap * tanh(x / cap)) / dx = 1 - tanh(x / cap)^2
-                slopes.append(1 - (all_TV[rows, ids] / cap).square())
+                slopes.append(1 - (logits_TV[rows, ids] / cap).square())
         log_p_E = torch.cat(log_ps) if log_ps else log_probs[:0]
         slope_E = torch.cat(slopes) if slopes else None
         ctx.save_for_backward(hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy)
@@ -106,7 +110,7 @@ class TruncatedHead(torch.autograd.Function):
         hidden_RK = hidden[sampled_R]
         p_E = log_p_E.exp()
         grad_E = torch.zeros_like(log_p_E)
-        # Of a survivor's logit: d log p_target = [it is the target] - p, and dH = - p (log p + H)
+        # Derivatives by a survivor's logit: d log p_target = [it is the target] - p, and dH = - p (log p + H)
         if grad_log_probs is not None:
             grad_E += grad_log_probs[token_E] * ((ids_E == targets[token_E]).float() - p_E)
         if grad_entropy is not None:
@@ -114,24 +118,24 @@ class TruncatedHead(torch.autograd.Function):
         grad_E *= ctx.slope if slope_E is None else ctx.slope * slope_E
         needed = ctx.needs_input_grad[2:5]
         with maybe_gather_lm_head_ctx(weight, bias):
-            grads = [  # in FP32: added up over many tiles
-                torch.zeros(x.shape, device=x.device) if x is not None and need else None
-                for x, need in zip((hidden_RK, weight, bias), needed, strict=True)
-            ]
-            grad_hidden, grad_weight, grad_bias = grads
-            # Tile by tile, over tokens and vocabulary: GEMMs with the survivors in their places and zeros elsewhere
-            places = torch.arange(len(ids_E), device=ids_E.device)
-            for first, rows, counts, here in _tiles(counts_R, places, TOKEN_CHUNK_SIZE):
+            # Gradients are sums over many tiles, so in FP32
+            grad_hidden, grad_weight, grad_bias = (
+                torch.zeros(tensor.shape, device=tensor.device) if is_needed else None
+                for tensor, is_needed in zip((hidden_RK, weight, bias), needed, strict=True)
+            )
+            # A tile has the gradients by the logits of some tokens and a part of the vocabulary: zero but at survivors
+            numbers = torch.arange(len(ids_E), device=ids_E.device)  # of survivors
+            for first, rows, counts, in_tile in _tiles(counts_R, numbers, TOKEN_CHUNK_SIZE):
                 tokens = slice(first, first + len(counts))
                 hidden_TK = hidden_RK[tokens].to(ctx.dtype)
                 for start in range(0, len(weight), ctx.chunk_size):
                     words = slice(start, start + ctx.chunk_size)
                     part = weight[words].to(ctx.dtype)
-                    column = ids_E[here] - start
+                    column = ids_E[in_tile] - start
                     inside = (column >= 0) & (column < len(part))
                     tile = part.new_zeros(len(counts), len(part) + ALIGNED)
-                    # survivors of another part of the vocabulary: zeros, in a column that is cut off
-                    tile[rows, column.where(inside, len(part))] = grad_E[here].where(inside, 0).to(ctx.dtype)
+                    # Survivors in another part of the vocabulary are written, as zeros, to a column that is cut off
+                    tile[rows, column.where(inside, len(part))] = grad_E[in_tile].where(inside, 0).to(ctx.dtype)
                     tile = tile[:, : len(part)]
                     if grad_hidden is not None:
                         _addmm_fp32(grad_hidden[tokens], tile, part)
@@ -139,14 +143,18 @@ class TruncatedHead(torch.autograd.Function):
                         _addmm_fp32(grad_weight[words], tile.t(), hidden_TK)
                     if grad_bias is not None:
                         grad_bias[words] += tile.sum(0, dtype=torch.float32)
-        if grads[0] is not None:
-            grads[0] = torch.zeros(hidden.shape, device=hidden.device).index_copy_(0, sampled_R, grads[0])
-        of_inputs = zip(grads, (hidden, weight, bias), strict=True)
-        return None, None, *(None if grad is None else grad.to(x.dtype) for grad, x in of_inputs), *([None] * 6)
+        if grad_hidden is not None:
+            grad_hidden_RK = grad_hidden.to(hidden.dtype)
+            grad_hidden = torch.zeros_like(hidden).index_copy_(0, sampled_R, grad_hidden_RK)
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return None, None, grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Callable[[Tensor], Tensor]:
-    """Return the function hidden `[T, K]` -> logits `[T, V]`, as in TRL's head, in the dtype of `weight`."""
+    """Return a function from hidden `[T, K]` to logits `[T, V]`, as in TRL's head, with a GEMM in `weight`'s dtype."""
 
     def logits(hidden: Tensor) -> Tensor:
         projected = F.linear(hidden.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).float()
@@ -157,7 +165,7 @@ def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | 
 
 
 def _tiles(counts_R: Tensor, values_E: Tensor, tokens: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield (first token, row within the tile of each survivor, counts, values) for tiles of `tokens`."""
+    """Yield for each tile of `tokens` tokens: its first token, each survivor's row in the tile, counts and values."""
     counts = counts_R.split(tokens) if len(counts_R) else ()
     sizes = torch.stack([each.sum() for each in counts]).tolist() if counts else []
     for number, (each, values) in enumerate(zip(counts, values_E.split(sizes), strict=True)):

@@ -1,13 +1,14 @@
-"""Top-k, top-p and min-p: the trainer's log-probs are of the tokens that survived them, which the engine remembers.
+"""Top-k, top-p and min-p: the trainer's log-probs are over the tokens that survived them in the engine.
 
-    generated      -> survivors of each token of each rollout                   `after_generation`
-    scoring        -> old log-probs, reference and loss normalize over them     `scoring`, `reference`
-    batch          -> a row per sequence, which TRL shuffles and splits         `extend_batch`
+    generation     the engine returns the survivors of each sampled token                  `after_generation`
+    scoring        old log-probs, reference and loss normalize over them                   `scoring`, `reference`
+    batch          gets survivors, a row for each sequence, because TRL shuffles sequences `extend_batch`
 
-Further updates on the same batch keep its survivors: ratios of the policy to its old self compare two
-distributions over the same tokens, and so does the KL divergence from a reference.
+A batch keeps its survivors in all updates on it. So the ratio of policy and old policy compares two distributions over
+the same tokens, and so does the KL divergence from a reference.
 
-Shape letters: B sequences, S tokens of a padded one, T of its completion, M survivors of one sequence (padded).
+Shape letters: B sequences, S tokens of a padded one, T of its completion, M survivors of one sequence (padded), E
+survivors of all.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,34 +30,36 @@ from .truncated_head import Rows, truncated_head
 
 
 # Keys of a batch
-SURVIVOR_COUNTS = "survivor_counts"  # [B, T] int32: tokens that top-k, top-p and min-p left; 0: not sampled
-SURVIVOR_IDS = "survivor_ids"  # [B, M] int32: their token ids, position after position
+SURVIVOR_COUNTS = "survivor_counts"  # [B, T] int32: number of survivors at each position; 0: not sampled
+SURVIVOR_IDS = "survivor_ids"  # [B, M] int32: token ids of the survivors, position after position
 
 
 class BatchSurvivors(NamedTuple):
     """Survivors of the completions of a batch, on the trainer's device."""
 
-    counts_BT: Tensor  # int32; 0: not sampled
-    ids_BM: Tensor  # int32, position after position, then 0
+    counts_BT: Tensor  # as in SURVIVOR_COUNTS
+    ids_BM: Tensor  # as in SURVIVOR_IDS, then padding with 0
 
     def rows(self, mask_BS: Tensor, columns: int) -> Rows:
-        """Return rows for the tokens that TRL's head gets; the last `columns` of the mask are of completions."""
+        """Return the rows for the tokens that TRL's head gets. The last `columns` of the mask are completions."""
         counts_BT = F.pad(self.counts_BT, (0, columns - self.counts_BT.shape[1])).long()
-        real_BT = mask_BS[:, -columns:] != 0  # without those that mask_truncated_completions takes out
+        real_BT = mask_BS[:, -columns:] != 0  # False also at completions that mask_truncated_completions hides
+        # Token ids without padding, and of these the ones at real tokens
         used_BM = torch.arange(self.ids_BM.shape[1], device=mask_BS.device) < counts_BT.sum(1, keepdim=True)
-        ids_E = self.ids_BM[used_BM].long()[real_BT.flatten().repeat_interleave(counts_BT.flatten())]
+        is_real_E = real_BT.flatten().repeat_interleave(counts_BT.flatten())
+        ids_E = self.ids_BM[used_BM].long()[is_real_E]
         counts_BT *= real_BT
-        if trl_utils._use_triton(mask_BS.device):  # TRL scores these rows and no others
+        if trl_utils._use_triton(mask_BS.device):  # then TRL scores only real tokens of completions, else all tokens
             return Rows(counts_BT[real_BT], ids_E)
         return Rows(F.pad(counts_BT, (mask_BS.shape[1] - 1 - columns, 0)).flatten(), ids_E)
 
 
 class Truncation(Feature):
-    """Carries the engine's survivors to the output heads of policy and reference."""
+    """Passes the engine's survivors to the output heads of policy and reference."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        self._now: BatchSurvivors | None = None  # of the batch that is scored
+        self._current: BatchSurvivors | None = None  # survivors of the batch that is scored or in the loss
 
     def engine_part(self):
         from .engine_survivors import SurvivorLog  # needs vllm
@@ -65,8 +68,8 @@ class Truncation(Feature):
         return self.log
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        found = of_batch(self.log.of(rollouts.sequences), [len(prompt) for prompt in rollouts.prompt_ids])
-        self._now = BatchSurvivors(*(tensor.to(self.trainer.accelerator.device) for tensor in found))
+        found = of_batch(self.log.notes_on(rollouts.sequences), [len(prompt) for prompt in rollouts.prompt_ids])
+        self._current = BatchSurvivors(*(tensor.to(self.trainer.accelerator.device) for tensor in found))
 
     def scoring(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
         return self._truncated(mask, logits_to_keep, reference=False)
@@ -77,35 +80,36 @@ class Truncation(Feature):
     def extend_batch(self, batch: Batch) -> None:
         tensors = batch.tensors
         columns = tensors[COMPLETION_IDS].shape[1]
-        counts_BT = F.pad(self._now.counts_BT, (0, columns - self._now.counts_BT.shape[1]))
+        counts_BT = F.pad(self._current.counts_BT, (0, columns - self._current.counts_BT.shape[1]))
         scored = batch.mask_BT != 0
         scored &= ~tensors[ROLLOUT_LOGPS].isnan()
         lost = int((scored & (counts_BT == 0)).sum())
         if lost:
             raise RuntimeError(
-                f"the engine returned log-probs of {int(scored.sum())} tokens, and for {lost} of them no token that "
-                "top_p, top_k and min_p left. Set top_p=1.0, top_k=0, min_p=None."
+                f"the engine returned log-probs of {int(scored.sum())} tokens, but for {lost} of them not the tokens "
+                "that survived top_p, top_k and min_p. Set top_p=1.0, top_k=0, min_p=None."
             )
         tensors[SURVIVOR_COUNTS] = counts_BT
-        tensors[SURVIVOR_IDS] = self._now.ids_BM
+        tensors[SURVIVOR_IDS] = self._current.ids_BM
         totals = torch.stack([counts_BT.sum(), (counts_BT > 0).sum()])
         survivors, tokens = self.trainer.accelerator.reduce(totals, "sum").tolist()
         batch.metrics["sampling/survivors_mean"] = mean_of(survivors, tokens)
-        self._now = None
+        self._current = None
 
     def begin_loss(self, inputs: Mapping[str, Tensor]) -> None:
-        self._now = BatchSurvivors(inputs[SURVIVOR_COUNTS], inputs[SURVIVOR_IDS])
+        self._current = BatchSurvivors(inputs[SURVIVOR_COUNTS], inputs[SURVIVOR_IDS])
 
     def end_loss(self) -> None:
-        self._now = None
+        self._current = None
 
     @contextmanager
     def _truncated(self, mask_BS: Tensor, columns: int, reference: bool) -> Iterator[None]:
-        if self._now is None:
+        if self._current is None:
             yield
             return
-        rows = self._now.rows(mask_BS, columns)
-        logits = None  # or those of a feature that makes them elsewhere
+        rows = self._current.rows(mask_BS, columns)
+        # A feature may compute the logits in place of the model's own output head
+        logits = None
         for feature in self.trainer.features:
             logits = logits or feature.logits(reference)
         with scored_by(truncated_head(rows, logits)):
@@ -118,7 +122,7 @@ class Truncation(Feature):
 
 
 def of_batch(survivors: list[Survivors], prompts: list[int]) -> BatchSurvivors:
-    """Return the survivors of completions; the first `prompts` tokens of each sequence are its prompt."""
+    """Return the survivors of completions. `prompts` are the numbers of prompt tokens of the sequences."""
     pairs = list(zip(survivors, prompts, strict=True))
     counts = [torch.from_numpy(each.counts_T[prompt:]) for each, prompt in pairs]
     ids = [torch.from_numpy(each.ids_E[each.counts_T[:prompt].sum() :]) for each, prompt in pairs]

@@ -1,15 +1,15 @@
 """Blockwise e4m3 quantization: each block of a tensor (128x128 of a weight, 128 elements of a token) has a scale.
 
-One scale per block keeps an outlier's damage inside its block, and 128x128 blocks are the layout that vLLM's FP8
-linears, DeepGEMM and the DeepSeek-V3 checkpoints share (arXiv 2412.19437, section 3.3). The result is torchao's
-`Float8Tensor`: `qdata` holds the codes and `scale` the numbers that dequantize by multiplication, in FP32.
+With one scale per block, an outlier harms only its own block. 128x128 blocks are the layout that vLLM's FP8 linears,
+DeepGEMM and the DeepSeek-V3 checkpoints share (arXiv 2412.19437, section 3.3). The result is torchao's
+`Float8Tensor`: `qdata` holds the codes, and `scale` the FP32 numbers that dequantize them by multiplication.
 
 torchao's own `Float8Tensor.from_hp` takes the scale in the input's dtype, turns an all-zero block into NaN, refuses
 ragged shapes, has no power-of-two scales, and needs 8.5 times the weight in temporary memory. On aligned weights with
 fp32 scales it gives the same bytes for `w.float()` and `hp_value_lb=1e-12`: tests/quantization/test_blockwise.py.
 
-On a GPU with e4m3 instructions 128x128 blocks and groups of 128 are quantized by kernels/block_kernels.py, which read
-a tensor once. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
+On a GPU with e4m3 instructions kernels/block_kernels.py quantizes 128x128 blocks and groups of 128, and reads a tensor
+once. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
 
 Shape letters: N out-features, K in-features, `...` any leading dims (experts), n x k blocks.
 """
@@ -33,7 +33,7 @@ from .digest import digest, digests, same_kinds
 from .e4m3 import E4M3, E8M0, casts_in_hardware, saturating_cast_, scale_from_amax
 
 
-_TOGETHER = 2**19  # elements quantized at once on CPU, where each takes 11 bytes meanwhile
+_ELEMENTS_AT_ONCE = 2**19  # elements quantized at once on CPU, which needs 11 bytes of temporary memory for each
 
 
 def quantize_weight(
@@ -49,12 +49,12 @@ def quantize_weight(
     """Quantize a weight in blocks.
 
     Args:
-        weight: `[..., N, K]` in BF16, FP16 or FP32; blocks that N or K do not fill count as padded with zeros.
+        weight: `[..., N, K]` in BF16, FP16 or FP32. Blocks at the edge count as padded with zeros.
         scale_format: `"pow2"` or `"fp32"`; see `trl_fp8.quantization.codec.e4m3`.
         block: Rows and columns that share a scale.
-        amax_floor: Lower bound of a block's amax.
+        amax_floor: Smallest amax that a scale is made from.
         amax: One amax for all blocks, 0-d. None: each block has its own.
-        name: What to call the weight in an error.
+        name: Name of the weight in an error.
         check_finite: Raise if the weight holds NaN or infinities. On CUDA this waits for the device.
 
     Returns:
@@ -68,7 +68,7 @@ def quantize_weight(
     if weight.dim() < 2:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}: block quantization needs at least two dims [N, K].")
     tensor = _quantize(weight, block, name, scale_format, amax_floor, amax)
-    # NaN and infinity survive the maximum and the division by 448: to check the few scales is to check all elements
+    # NaN and infinity survive the maximum and the division by 448, so checking the few scales checks all elements
     if check_finite and (bad := ~torch.isfinite(tensor.scale)).any():
         first = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
@@ -90,24 +90,26 @@ def quantize_activation(
     """Quantize activations in groups along the last dim, as vLLM does before an FP8 linear.
 
     Args:
-        activation: `[..., K]`, floating point; a group that K does not fill counts as padded with zeros.
-        scale_format, amax_floor, reciprocal: What the engine's kernel uses, see `formats.ActivationScaling`.
-        group: Elements that share a scale.
+        activation: `[..., K]`, floating point. The last group of a row counts as padded with zeros.
+        scale_format, amax_floor, reciprocal: Those of the engine's kernel, see `formats.ActivationScaling`.
+        group: Number of elements that share a scale.
 
     Returns:
-        A `Float8Tensor` with `qdata` `[..., K]` and fp32 `scale` `[..., k]`. NaN stays NaN in its group.
+        A `Float8Tensor` with `qdata` `[..., K]` and fp32 `scale` `[..., k]`. A NaN makes its whole group NaN.
     """
     return _quantize(activation, (group,), "activation", scale_format, amax_floor, reciprocal=reciprocal)
 
 
 class Destination(NamedTuple):
-    """A weight, or this rank's part of one, and the tensors that it is quantized into."""
+    """A weight, or this rank's part of a weight, and the tensors that it is quantized into."""
 
-    weight: torch.Tensor  # `[..., N, K]`, floating point, rounded to BF16 first
+    weight: torch.Tensor  # `[..., N, K]`, floating point; it is rounded to BF16 first
     codes: torch.Tensor  # e4m3, of the weight's shape, any strides
     scale: torch.Tensor  # `[..., n, k]`, fp32, or e8m0 for powers of two; any strides
     amax: torch.Tensor | None = None  # as in `quantize_weight`
-    rows_before: tuple[int, int] = (0, 0)  # rows of codes and of scales before it, leading dims counted: see `digest`
+    # How many rows of codes and of scales come before this part in the whole weight; leading dims count as rows. For
+    # checksums, see `first_row` of `digest`
+    rows_before: tuple[int, int] = (0, 0)
 
 
 def quantize_into(
@@ -121,24 +123,24 @@ def quantize_into(
         block: Rows and columns that share a scale; None: one scale per weight, from its `amax`.
 
     Returns:
-        int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, as computed and not as stored. On CPU
-        weights of one shape are quantized together and large ones in parts: copies have about `_TOGETHER` elements.
+        int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, made from the computed values and not
+        from the stored ones. On CPU small weights of one shape are quantized together and large ones in parts, so
+        temporary copies have about `_ELEMENTS_AT_ONCE` elements.
     """
     if not destinations:
         return torch.zeros(0, 2, dtype=torch.int64)
-    device, options = destinations[0].weight.device, (scale_format, block, amax_floor)
+    device = destinations[0].weight.device
     if device.type != "cpu":
         if block == (BLOCK, BLOCK) and casts_in_hardware(device):
             return _quantize_by_kernel(destinations, scale_format, amax_floor)
-        return torch.cat([_quantize_batch([destination], *options) for destination in destinations])
-    # A stack of weights is quantized with one amax: a weight with an amax of its own goes alone
-    kinds = [
-        (one.weight.shape, one.weight.dtype, one.rows_before, one.amax is not None and number)
-        for number, one in enumerate(destinations)
-    ]
+        return torch.cat([_quantize_batch([each], scale_format, block, amax_floor) for each in destinations])
+    kinds = []  # weights of equal kinds are quantized together
+    for index, (weight, _, _, amax, rows_before) in enumerate(destinations):
+        own_amax = None if amax is None else index  # a stack has one amax, so a weight with its own is not stacked
+        kinds.append((weight.shape, weight.dtype, rows_before, own_amax))
     sums = torch.empty(len(destinations), 2, dtype=torch.int64)
-    for batch in same_kinds(kinds, [_TOGETHER // one.weight.numel() for one in destinations]):
-        sums[batch] = _quantize_batch([destinations[number] for number in batch], *options)
+    for batch in same_kinds(kinds, [_ELEMENTS_AT_ONCE // each.weight.numel() for each in destinations]):
+        sums[batch] = _quantize_batch([destinations[index] for index in batch], scale_format, block, amax_floor)
     return sums
 
 
@@ -151,8 +153,8 @@ def _quantize_by_kernel(
     for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
         options = {"round_to_bf16": True, "into": (codes, scale), "sums": row, "first_rows": rows}
         quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
-        # Autograd does not see what a kernel writes. Counted like torch's own writes, they make a backward through the
-        # old values an error, instead of a gradient by the new weight
+        # Autograd does not see what a kernel writes. With a higher version, as after torch's own writes, a backward
+        # through the old values is an error. Otherwise it would compute a gradient with the new weight
         torch.autograd.graph.increment_version([codes, scale])
     return sums
 
@@ -160,38 +162,43 @@ def _quantize_by_kernel(
 def _quantize_batch(
     batch: list[Destination], scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
 ) -> torch.Tensor:
-    """Quantize weights of one shape, a large one in parts. Return the checksums `[G, 2]`."""
-    first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
+    """Quantize G weights of one shape, or one large weight in parts. Return the checksums `[G, 2]`."""
+    first = batch[0]
+    options = scale_format, amax_floor, first.amax
     rows_before, scales_before = first.rows_before
-    if len(batch) == 1 and first.weight.numel() > _TOGETHER and first.weight.device.type == "cpu":
-        # In parts, so that only a part is copied at a time. Checksums of parts add up to that of the whole. Scales are
-        # few: they are summed and written at the end
-        scale, sums = torch.empty_like(first.scale, memory_format=torch.contiguous_format), 0
+    if len(batch) == 1 and first.weight.numel() > _ELEMENTS_AT_ONCE and first.weight.device.type == "cpu":
+        # Only a part is copied at a time; checksums of parts add up to that of the whole. The few scales are summed
+        # and written at the end
+        scale = torch.empty_like(first.scale, memory_format=torch.contiguous_format)
+        sums = 0
         for where, scales_where, row in _row_parts(first.weight.shape, block):
             part = first.weight[where].detach().to(torch.bfloat16)
-            codes, scale[scales_where] = _quantize_by_torch(part, block or tuple(part.shape[-2:]), *options)
+            codes, part_scale = _quantize_by_torch(part, block or tuple(part.shape[-2:]), *options)
             first.codes[where].copy_(codes)
+            scale[scales_where] = part_scale
             sums = sums + digest(codes, first_row=rows_before + row)
         first.scale.copy_(scale)
         return torch.stack([sums, digest(scale, first_row=scales_before)])[None]
-    stacked = torch.stack([one.weight.detach() for one in batch]).to(torch.bfloat16)
+    stacked = torch.stack([each.weight.detach() for each in batch]).to(torch.bfloat16)
     codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
     scale = scale.to(first.scale.dtype)
-    # The destinations are views all over the engine; one call copies to all of them
-    torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
-    scales = [one.scale for one in batch]
-    if scale.dtype == E8M0:  # which CUDA's copy of many tensors does not know: as bytes
-        scales, scale_bytes = [each.view(torch.uint8) for each in scales], scale.view(torch.uint8)
-    else:
-        scale_bytes = scale
-    torch._foreach_copy_(scales, list(scale_bytes.unbind()))
-    return torch.stack([digests(codes, rows_before), digests(scale, scales_before)], 1)
+    # The destinations are views of different engine parameters; one call copies to all of them
+    torch._foreach_copy_([each.codes for each in batch], list(codes.unbind()))
+    scale_sums = digests(scale, scales_before)
+    scales = [each.scale for each in batch]
+    if scale.dtype == E8M0:  # CUDA's copy of many tensors does not support this dtype, so copy bytes
+        scales = [each.view(torch.uint8) for each in scales]
+        scale = scale.view(torch.uint8)
+    torch._foreach_copy_(scales, list(scale.unbind()))
+    return torch.stack([digests(codes, rows_before), scale_sums], 1)
 
 
 def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tuple[tuple, tuple, int]]:
-    """Yield parts of `[..., N, K]` that hold whole blocks: index into the weight, into its scales, first row."""
+    """Yield for parts of `[..., N, K]` that hold whole blocks: index of the part in the weight, of its scales in all
+    scales, and number of the part's first row.
+    """
     height = block[0] if block else 1
-    count = max(height, _TOGETHER // shape[-1] // height * height)
+    count = max(height, _ELEMENTS_AT_ONCE // shape[-1] // height * height)
     for lead in product(*map(range, shape[:-2])):
         rows_before = sum(index * shape[dim + 1 : -1].numel() for dim, index in enumerate(lead))
         for start in range(0, shape[-2], count):
@@ -201,12 +208,13 @@ def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tup
 
 
 def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return `qdata * scale` of a quantized weight or activation, in fp32 rounded once to `dtype`.
+    """Return `qdata * scale` of a quantized weight or activation, computed in fp32 and rounded once to `dtype`.
 
-    `dtype` is by default the dtype that was quantized. BF16 is exact for power-of-two scales.
+    `dtype` is by default the dtype that was quantized. In BF16 the result is exact if scales are powers of two.
     """
-    leading = next((dim for dim, size in enumerate(tensor.block_size) if size > 1), -1)
-    blocks = tuple(tensor.block_size[leading:])
+    # Dims before the first one with a block size above 1 are leading dims. 1x1 blocks count as blocks of one column
+    first = next((dim for dim, size in enumerate(tensor.block_size) if size > 1), -1)
+    blocks = tuple(tensor.block_size[first:])
     if casts_in_hardware(tensor.qdata.device) and set(blocks) == {BLOCK}:
         from trl_fp8.quantization.kernels.block_kernels import dequantize_blocks
 
@@ -232,7 +240,9 @@ def _quantize(
     amax: torch.Tensor | None = None,
     reciprocal: bool = False,
 ) -> Float8Tensor:
-    """Quantize `values` in `blocks`, (rows, columns) or (columns,) that share a scale; by the GPU kernel if it can."""
+    """Quantize `values` with one scale for each block of `blocks` elements, (rows, columns) or (columns,). The GPU
+    kernel does it if it supports the blocks and the options.
+    """
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
@@ -257,16 +267,17 @@ def _quantize_by_torch(
     """Return codes and scales, equal to those that kernels/block_kernels.py computes on a GPU."""
     # 1. An FP32 copy, padded to whole blocks and viewed by blocks: `[..., n, N / n, k, K / k]`
     scaled, view, inside = _padded_blocks(values, blocks)
-    # 2. The largest magnitude of each block: two reductions, where `view.abs()` would be a second copy. NaN passes
-    # through maximum and amax, and so into the scale
+    # 2. The largest magnitude of each block. Two reductions, because `view.abs()` would make a second copy. NaN passes
+    # through maximum and amax into the scale
     if amax is None:
         amax = torch.maximum(view.amax(inside), -view.amin(inside))
     else:
-        amax = amax.expand([size for dim, size in enumerate(view.shape) if dim - view.dim() not in inside])
-    # 3. The scale, in FP32. torchao computes it in the dtype of the values, and BF16 would round it to 8 bits
+        blocks_shape = [size for dim, size in enumerate(view.shape) if dim - view.dim() not in inside]
+        amax = amax.expand(blocks_shape)
+    # 3. The scale, in FP32. In the dtype of the values, as torchao computes it, BF16 would round it to 8 bits
     scale = scale_from_amax(amax, scale_format, amax_floor)
-    # 4. Codes, in the copy itself. Some engine kernels divide, others multiply by the rounded reciprocal; codes next
-    # to a tie then differ
+    # 4. Codes, computed in the copy itself. Some engine kernels divide by the scale, others multiply by its rounded
+    # reciprocal. For a value next to a tie of two codes the two may give different codes
     divisor = _expandable(scale, len(blocks))
     if reciprocal:
         view.mul_(divisor.reciprocal())
@@ -278,10 +289,13 @@ def _quantize_by_torch(
 def _padded_blocks(
     values: torch.Tensor, blocks: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Return an fp32 copy of `values`, padded to whole blocks, its view by blocks, and the dims inside a block."""
+    """Return an fp32 copy of `values`, padded to whole blocks; its view by blocks `[..., n, N / n, k, K / k]`; and the
+    dims of this view that are inside a block, as negative numbers (-3, -1).
+    """
     lead, tail = values.shape[: -len(blocks)], values.shape[-len(blocks) :]
     padded = [-(-size // block) * block for size, block in zip(tail, blocks, strict=True)]
-    # Zeros change no amax: a ragged block gets the scale of its own elements. To fill costs a pass: only if needed
+    # Padding is zero, which changes no amax, so a ragged block gets the scale of its own elements. Without padding use
+    # `empty`, because filling costs a pass
     allocate = torch.empty if padded == list(tail) else torch.zeros
     copy = allocate((*lead, *padded), dtype=torch.float32, device=values.device)
     _crop(copy, values.shape).copy_(values)
@@ -290,7 +304,9 @@ def _padded_blocks(
 
 
 def _expandable(scale: torch.Tensor, block_dims: int) -> torch.Tensor:
-    """Return `[..., n, k]` as `[..., n, 1, k, 1]` (or `[..., k, 1]`), which broadcasts against a view by blocks."""
+    """Return scales `[..., n, k]` as `[..., n, 1, k, 1]` (or `[..., k]` as `[..., k, 1]`), which broadcast against a
+    view by blocks.
+    """
     return scale[(..., *[slice(None), None] * block_dims)]
 
 

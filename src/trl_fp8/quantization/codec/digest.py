@@ -1,19 +1,20 @@
-"""Checksums of tensors' bytes that stay on the device, for comparing what was sent with what arrived.
+"""Checksums of tensors' bytes that stay on the device, for comparing tensors that were sent with those that arrived.
 
 A tensor is read as 32-bit words in a matrix [R, C]. Word (r, c) is multiplied by the odd key 2 (r + c P) + 1, where P
 is `COLUMN_STEP`, and all products are summed modulo 2**64. Each key is odd, and an odd number has an inverse modulo
-2**64: changing any one word always changes the sum. Keys differ between positions: exchanging words, rows or whole
-tensors changes it too, except by a coincidence of 2**-32 or rarer. It protects against mistakes, not an adversary.
+2**64, so changing any one word always changes the sum. Keys differ between positions, so exchanging words, rows or
+whole tensors changes it, too, except by a coincidence of 2**-32 or rarer. A checksum protects against mistakes, not
+against an adversary.
 
-Two properties make it cheap. A key is a number of the row plus a number of the column, so two plain sums of the
-words, by row and by column, are all the work:
+Two properties make it cheap. A key is a number for the row plus a number for the column, so most of the work is two
+plain sums of the words, by row and by column:
 
     sum_rc w_rc (2r + 1 + 2cP)  =  sum_r (2r + 1) (sum_c w_rc)  +  sum_c 2cP (sum_r w_rc)
 
-And sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
+And checksums are linear: those of a tensor's parts, each with its `first_row`, add up to that of the whole tensor.
 
-On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py); on CPU those of one shape are summed
-together. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
+On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py). On CPU tensors of one shape are
+summed together. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -24,46 +25,48 @@ import torch
 from trl_fp8.quantization.formats import COLUMN_STEP
 
 
-_PART = 2**18  # words summed at once, so that a cast, and the copies that integer sums make on CPU, stay small
+# Words summed at once. A cast makes a copy, and integer sums on CPU make one, too: parts of this size keep them small
+_WORDS_AT_ONCE = 2**18
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: int = 0) -> torch.Tensor:
-    """Return an int64 0-d checksum, on the device, of a tensor's bytes and the length of its rows (the last dim).
+    """Return the checksum of a tensor, int64 and 0-d, on the tensor's device.
 
-    Dtype and leading dims do not count.
-
-    The tensor has any strides, is cast to `dtype` first unless that is None, and is padded with zeros to whole words.
-    `first_row` is the row at which it begins in the larger tensor that it is a part of.
+    It depends on the bytes and on the length of a row (the last dim), but neither on the dtype nor on how leading dims
+    are shaped. The tensor may have any strides. It is cast to `dtype` first unless that is None, and padded with zeros
+    to whole words. If the tensor is part of a larger one, `first_row` is the number of its first row there.
     """
-    dtype, total = dtype or tensor.dtype, torch.zeros((), dtype=torch.int64, device=tensor.device)
+    dtype = dtype or tensor.dtype
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part, row in _parts(tensor.detach(), dtype):
         total += _sums(_words(part.to(dtype)[None]), first_row + row)[0]
     return total
 
 
 def digests(stacked: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-    """Return `digest` of each of `[G, ...]`, a few MiB in all, as int64 `[G]`."""
+    """Return the `digest` of each of G stacked tensors, int64 `[G]`. Meant for a few MiB in all, because it copies."""
     return _sums(_words(stacked), first_row)
 
 
 class Table:
-    """Tensors on one device that stay in place while their checksums are computed again and again."""
+    """Tensors on one device that stay where they are while their checksums are computed again and again."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._rest = [tensor.detach() for tensor in tensors]  # stacked and padded in each call
-        self._table = None
+        self._rest = [tensor.detach() for tensor in tensors]  # tensors that are not in `_table`: `sums` copies them
+        self._table = None  # pointers to the GPU tensors that a kernel can read as words
         if tensors and tensors[0].is_cuda:
             from trl_fp8.quantization.kernels.checksum_kernels import table_of
 
-            order = sorted(range(len(tensors)), key=lambda index: not _holds_words(tensors[index]))
-            in_table = sum(map(_holds_words, tensors))
-            self._table = table_of([self._rest[index] for index in order[:in_table]]) if in_table else None
-            self._rest = [self._rest[index] for index in order[in_table:]]
-            places = sorted(range(len(order)), key=order.__getitem__)  # the inverse permutation
-            self._places = torch.tensor(places).to(tensors[0].device)
+            in_table = [index for index, tensor in enumerate(tensors) if _holds_words(tensor)]
+            outside = [index for index, tensor in enumerate(tensors) if not _holds_words(tensor)]
+            if in_table:
+                self._table = table_of([self._rest[index] for index in in_table])
+            self._rest = [self._rest[index] for index in outside]
+            # `sums` computes in the order `in_table + outside`; these indices restore the order of `tensors`
+            self._places = torch.tensor(in_table + outside).argsort().to(tensors[0].device)
 
     def sums(self) -> torch.Tensor:
-        """Return `digest` of each tensor as it is now, int64 `[n]` on the device."""
+        """Return the `digest` of each tensor's current bytes, int64 `[n]` on the device."""
         rest = torch.zeros(len(self._rest), dtype=torch.int64, device=self._rest[0].device if self._rest else None)
         _fill(rest, self._rest, lambda batch, row: _sums(_words(batch), row))
         if self._table is None:
@@ -75,7 +78,7 @@ class Table:
 
 
 def _holds_words(tensor: torch.Tensor) -> bool:
-    """Return whether each row consists of whole words of 4 bytes and begins at one."""
+    """Return whether each row consists of whole words of 4 bytes and begins at the address of a word."""
     size = tensor.element_size()
     return size % 4 == 0 or (tensor.shape[-1:].numel() * size % 4 == 0 and tensor.data_ptr() % 4 == 0)
 
@@ -83,30 +86,31 @@ def _holds_words(tensor: torch.Tensor) -> bool:
 def digests_of_sent(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each tensor's `digest` after a cast to its dtype, int64 `[n]`, and whether it is finite, bool `[n]`."""
+    """Cast each tensor to its dtype. Return its `digest`, int64 `[n]`, and whether it is finite then, bool `[n]`."""
     if tensors and tensors[0].is_cuda and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         from trl_fp8.quantization.kernels.checksum_kernels import sum_sent
 
         sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)
         return sums, bad == 0
-    found = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device if tensors else None)
+    results = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device if tensors else None)
     for dtype in dict.fromkeys(dtypes):
         members = [index for index, wanted in enumerate(dtypes) if wanted == dtype]
-        rows = torch.zeros(len(members), 2, dtype=torch.int64, device=found.device)
+        rows = torch.zeros(len(members), 2, dtype=torch.int64, device=results.device)
         _fill(rows, [tensors[index].detach() for index in members], partial(_sum_sent, dtype), dtype)
-        found[members] = rows
-    return found[:, 0], found[:, 1] == 0
+        results[members] = rows
+    return results[:, 0], results[:, 1] == 0
 
 
 def _sum_sent(dtype: torch.dtype, batch: torch.Tensor, row: int) -> torch.Tensor:
-    """Cast each of `[G, ...]` to `dtype`. Return int64 `[G, 2]`: its checksum, and 0 if all of it is finite."""
+    """Cast G stacked tensors to `dtype`. Return int64 `[G, 2]`: checksum, and number that is 0 if all is finite."""
     batch = batch.to(dtype).contiguous()
     flat = batch.view(len(batch), batch.shape[1:].numel())
     bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
     if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch cannot order it
         bad = flat.isnan().sum(1)
     elif batch.is_floating_point() and flat.shape[1]:
-        # NaN and infinity show in the extremes. A norm would show them, too, but takes 15 times as long on CPU
+        # If there is NaN or infinity, an extreme is not finite. A norm would show it, too, but takes 15 times as long
+        # on CPU
         bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
     return torch.stack([_sums(_words(batch), row), bad], 1)
 
@@ -117,15 +121,16 @@ def _fill(
     compute: Callable[[torch.Tensor, int], torch.Tensor],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Put `compute` of each tensor into its row of `rows`, which are zero before.
+    """Add `compute` of tensor i to row i of `rows`, which the caller has set to zero.
 
-    `compute` gets a stack of tensors of one shape, or a part of a large one with its first row: results of parts are
-    added up. `dtype` is what `compute` casts to, if it casts: parts are cut at whole words of it.
+    `compute` gets a stack of tensors of one shape and 0, or a part of a large tensor and the number of its first row.
+    Results of parts add up. `dtype` is the dtype that `compute` casts to, if it casts, because parts must be whole
+    words after the cast.
     """
     words = [max(tensor.nbytes // 4, 1) for tensor in tensors]
-    for batch in same_kinds([(t.dtype, *t.shape) for t in tensors], [_PART // count for count in words]):
+    for batch in same_kinds([(t.dtype, *t.shape) for t in tensors], [_WORDS_AT_ONCE // count for count in words]):
         first = tensors[batch[0]]
-        if words[batch[0]] > _PART:
+        if words[batch[0]] > _WORDS_AT_ONCE:
             for part, row in _parts(first, dtype or first.dtype):
                 rows[batch[0]] += compute(part[None], row)[0]
         else:
@@ -133,9 +138,10 @@ def _fill(
 
 
 def same_kinds(kinds: Sequence[Hashable], limits: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the indices of equal `kinds` in batches of at most `limits[index]`, or of one.
+    """Yield batches of indices whose `kinds` are equal. A batch has at most max(1, limit) indices.
 
-    Small tensors of one shape are stacked: on CPU a call of an operation costs more than its work on one of them.
+    Callers stack small tensors of one shape, because on CPU calling an operation costs more than its work on one small
+    tensor.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):
@@ -152,7 +158,7 @@ def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
         from trl_fp8.quantization.kernels.checksum_kernels import sum_table, table_of
 
         return sum_table(table_of(list(words), first_row=first_row))
-    wide = words.long()  # once: each sum would convert by itself, more slowly
+    wide = words.long()  # converted once, because each sum would convert by itself, and more slowly
     by_row, by_column = wide.sum(2), wide.sum(1)
     return by_row @ _row_keys(first_row, words.shape[1]) + by_column @ _column_keys(words.shape[2])
 
@@ -164,27 +170,28 @@ def _row_keys(first: int, count: int) -> torch.Tensor:
 
 @lru_cache(256)
 def _column_keys(count: int) -> torch.Tensor:
-    return 2 * COLUMN_STEP * torch.arange(count)  # wraps modulo 2**64, as do the products
+    return 2 * COLUMN_STEP * torch.arange(count)  # wraps modulo 2**64, as the products do
 
 
 def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield parts along the first dim of about `_PART` words, and their first rows in the matrix of words.
-
-    A tensor whose rows are no whole number of words is one part.
+    """Yield parts of about `_WORDS_AT_ONCE` words along the first dim, and the number of each part's first row in the
+    matrix of words. A tensor whose rows are no whole number of words is one part.
     """
     if tensor.dim() < 2 or not tensor.numel() or tensor.shape[-1] * dtype.itemsize % 4:
         yield tensor, 0
         return
     rows = tensor[0].numel() // tensor.shape[-1]
-    count = max(1, _PART // (tensor[0].numel() * dtype.itemsize // 4))
+    count = max(1, _WORDS_AT_ONCE // (tensor[0].numel() * dtype.itemsize // 4))
     for number, part in enumerate(tensor.split(count)):
         yield part, number * count * rows
 
 
 def _words(tensors: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `[G, ...]` as int32 `[G, R, C]`; `C` is the last dim, if that has whole words."""
+    """Return the bytes of `[G, ...]` as words `[G, R, C]`, int32. A row is the last dim if that has whole words;
+    otherwise R is 1.
+    """
     flat = tensors.contiguous().view(len(tensors), tensors.shape[1:].numel()).view(torch.uint8)
-    row_bytes = tensors.shape[1:][-1:].numel() * tensors.element_size()  # of one element in 0-d
+    row_bytes = tensors.shape[1:][-1:].numel() * tensors.element_size()  # a 0-d tensor is a row of one element
     if flat.shape[1] % 4:
         flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 4))
     words = flat.view(torch.int32)

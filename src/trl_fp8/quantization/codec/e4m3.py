@@ -1,7 +1,7 @@
 """The e4m3 number format: a cast that saturates, power-of-two scales, and the round trip of a KV cache.
 
-e4m3 (`torch.float8_e4m3fn`) has 4 exponent and 3 mantissa bits, no infinity, and a largest value of 448. Two facts
-decide how it is used here:
+e4m3 (`torch.float8_e4m3fn`) has 4 exponent and 3 mantissa bits, no infinity, and a largest value of 448. Its use here
+follows from two facts:
 
 - A cast rounds to nearest even, so an element in the normal range is off by at most 1/16 of itself, and an element at
   the top of the range (256 .. 448, spacing 32) by at most 16, both in units of the scale.
@@ -26,29 +26,30 @@ def casts_in_hardware(device: torch.device) -> bool:
 
 
 def saturating_cast_(values: torch.Tensor) -> torch.Tensor:
-    """Cast `values` to e4m3: overflow and infinities go to +-448, NaN stays NaN. Clamps in place."""
-    # e4m3 has no infinity, and torch before 2.12 casts overflow to NaN: one element beyond its scale's
-    # range would make every product with it NaN. The clamp lets NaN pass, so that divergence stays visible
+    """Cast `values` to e4m3. Overflow and infinities become +-448, NaN stays NaN. `values` are clamped in place."""
+    # e4m3 has no infinity, and torch before 2.12 casts overflow to NaN. Without the clamp one element beyond its
+    # scale's range would make every product with it NaN. The clamp lets NaN pass, so divergence stays visible
     return values.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: bool = True) -> torch.Tensor:
-    """Return the numbers that `codes` (or their bytes) stand for, times `scale`, in FP32; without `nan`, NaN is +-480.
+    """Return the values of `codes` (or of their bytes) times `scale`, in FP32.
 
-    Six times as fast on CPU as torch's cast, which is not vectorized.
+    Without `nan` the code of NaN becomes +-480, which saves a pass over the codes. On CPU this is six times as fast as
+    torch's cast, which is not vectorized.
     """
     # A code has the bits seeeemmm. Shifted by 7, with a zero between the sign and the rest, they are s0eeeemmm0000000,
-    # an FP16 number of the same mantissa. FP16's exponent has a bias of 15 where e4m3's is 7: the number is 2^-8 times
-    # as large, also where both are subnormal, and the factor 256 is exact
+    # an FP16 number of the same mantissa. The bias of FP16's exponent is 15 and that of e4m3's is 7, so the FP16
+    # number is 2^-8 times the e4m3 number, also where both are subnormal. Multiplying by 256 is exact
     halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    if nan:  # NaN is the code with all 7 bits set: adding one carries into the zero, which fills FP16's exponent
+    if nan:  # the code of NaN has all 7 bits set; adding 1 to it carries into the zero bit, and makes it FP16's NaN
         halves |= (halves + 0x80).bitwise_and_(0x4000)
     return halves.view(torch.float16).float().mul_(256 * scale)
 
 
 def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
-    """Return the smallest power of two not below each of `values` (fp32, positive; NaN and inf pass through)."""
-    # By exponent bits: `exp2(ceil(log2(x)))` would depend on how log2 rounds next to a power of two
+    """Round `values` (fp32, positive) up to powers of two. NaN and inf stay as they are."""
+    # By the exponent's bits, because `exp2(ceil(log2(x)))` depends on how log2 rounds next to a power of two
     mantissa, exponent = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
     # The next power of two is 2**exponent. A value with mantissa 0.5 is a power of two itself
     power = torch.ldexp(torch.ones_like(values), exponent - (mantissa == 0.5).to(exponent.dtype))
@@ -56,28 +57,30 @@ def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
 
 
 def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax_floor: float = 1e-12) -> torch.Tensor:
-    """Return the fp32 multiplier that dequantizes (vLLM's `scale_inv`) blocks whose largest magnitude is `amax`.
+    """Return the fp32 scales (vLLM's `scale_inv`, by which codes are multiplied) of blocks with these `amax`.
 
-    `"fp32"` gives amax / 448, `"pow2"` the next power of two; what is not finite stays so. `amax_floor`, the smallest
-    amax, gives an all-zero block a scale that divides without NaN.
+    `"fp32"` gives amax / 448, `"pow2"` rounds this up to a power of two. NaN and infinity stay as they are. An amax
+    below `amax_floor` counts as `amax_floor`, so dividing an all-zero block by its scale gives no NaN.
     """
-    # By a tensor: on CUDA, torch turns a division by a number into a product with its rounded reciprocal
+    # 448 is a tensor, because on CUDA torch turns a division by a number into a product with its rounded reciprocal
     scale = amax.to(torch.float32).clamp_min(amax_floor) / torch.full((), E4M3_MAX, device=amax.device)
     return ceil_pow2(scale) if scale_format == "pow2" else scale
 
 
 def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """Return the e4m3 codes that an FP8 KV cache with one `scale` stores for q, k or v, saturating at 448 * scale."""
-    # The engine computes k and v in BF16: FP32 states are rounded twice here, as they are there
+    """Return the e4m3 codes that an FP8 KV cache with this `scale` stores for q, k or v, saturated at 448 * scale."""
+    # The engine computes k and v in BF16. So FP32 states are rounded twice here, to BF16 and to e4m3, as in the engine
     return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
 
 
-class _StraightThrough(torch.autograd.Function):
-    """A rounding that passes the gradient on unchanged, where its own would be zero almost everywhere."""
+class PassGradient(torch.autograd.Function):
+    """`function(values)`, a rounding, whose gradient goes to `values` unchanged. The true gradient is zero almost
+    everywhere.
+    """
 
     @staticmethod
-    def forward(ctx, values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        return rounding(values)
+    def forward(ctx, values: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return function(values)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -93,5 +96,5 @@ def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch
     if casts_in_hardware(states.device):
         from trl_fp8.quantization.kernels.cache_kernels import round_trip  # hosts without a GPU may have no Triton
 
-        return _StraightThrough.apply(states, lambda s: round_trip(s, scale))
-    return _StraightThrough.apply(states, lambda s: e4m3_values(cache_codes(s, scale), scale).to(s.dtype))
+        return PassGradient.apply(states, lambda states: round_trip(states, scale))
+    return PassGradient.apply(states, lambda states: e4m3_values(cache_codes(states, scale), scale).to(states.dtype))

@@ -1,6 +1,7 @@
-"""Checks, on the user's device, Triton and driver, that the GPU kernels give the tested bytes.
+"""Check that the GPU kernels give the same bytes as on CPU with the user's device, Triton and driver.
 
-An audit relies on them: with a kernel that gave one checksum for everything, it would pass and prove nothing.
+The audit of a sync relies on these kernels. With a kernel that gave the same checksum for everything, an audit would
+pass and prove nothing.
 """
 
 from importlib.metadata import version
@@ -16,7 +17,7 @@ from .kv_scales import add_magnitudes
 
 
 def require_exact_kernels(device: torch.device) -> None:
-    """Raise `RuntimeError` unless `device` sums up a small tensor, and quantizes it, to the bytes that CPU gives."""
+    """Raise `RuntimeError` unless every kernel gives the same bytes on `device` as on CPU, for a small tensor."""
     if device.type == "cpu":
         return
     sample = torch.randn(160, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -33,19 +34,20 @@ def require_exact_kernels(device: torch.device) -> None:
 
 def results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
     """Run every kernel on a sample, BF16 `[160, 320]`, on its device. Does not synchronize."""
-    found = {"checksum": digest(sample), "checksum of a part": digest(sample[3:, :130])}
+    tensors = {"checksum": digest(sample), "checksum of a part": digest(sample[3:, :130])}
     for scale_format in SCALE_FORMATS:
         weights = quantize_weight(sample, scale_format, check_finite=False)
         for kind, quantized in (("weights", weights), ("activations", quantize_activation(sample, scale_format))):
-            found[f"{kind} ({scale_format})"] = quantized.qdata.view(torch.uint8)
-            found[f"scales of {kind} ({scale_format})"] = quantized.scale
-            found[f"{kind} from codes ({scale_format})"] = dequantize_weight(quantized)
-    return found | _delivered(sample) | _cached(sample.view(2, 5, 32, 160))
+            tensors[f"{kind} ({scale_format})"] = quantized.qdata.view(torch.uint8)
+            tensors[f"scales of {kind} ({scale_format})"] = quantized.scale
+            tensors[f"{kind} from codes ({scale_format})"] = dequantize_weight(quantized)
+    return tensors | _delivered(sample) | _cached(sample.view(2, 5, 32, 160))
 
 
 def _delivered(sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Quantize FP32 values, which BF16 rounds up and down, into parts of larger tensors, and copy some."""
-    between = sample.float() * (1 + 7 / 2048)  # the product is exact; CUDA does not divide by a number exactly
+    """Run the kernels of a delivery, which quantize into parts of larger tensors and sum up unquantized tensors."""
+    # Values between two BF16 numbers. They are made by a product, which is exact; CUDA's division by a number is not
+    between = sample.float() * (1 + 7 / 2048)
     whole = torch.zeros(400, 340, dtype=torch.uint8, device=sample.device).view(E4M3)
     whole_scale = torch.zeros(5, 4, dtype=torch.float32, device=sample.device)
     parts = whole[200:360, 12:332], whole_scale[2:4, :3]
@@ -65,8 +67,7 @@ def _delivered(sample: torch.Tensor) -> dict[str, torch.Tensor]:
 def _cached(states: torch.Tensor) -> dict[str, torch.Tensor]:
     """Run the kernels of a KV cache on `states` `[B, H, T, D]`."""
     real_BT = torch.arange(64, device=states.device).view(2, 32) % 3 > 0
-    numbers = torch.tensor([0.0, 3.5, 0.01], dtype=torch.float32).to(states.device)
-    amax, limit, scale = numbers.unbind()
+    amax, limit, scale = torch.tensor([0.0, 3.5, 0.01], dtype=torch.float32).to(states.device).unbind()
     counts = torch.zeros(2, dtype=torch.float64, device=states.device)
     add_magnitudes(states, real_BT, amax, counts[0], limit, counts[1])
     return {"KV amax": amax, "KV saturation": counts, "KV cache round trip": cache_round_trip(states, scale)}

@@ -1,7 +1,7 @@
 """FP8 weights of a format: quantized as an engine fuses them, viewed where it holds them, stored in a checkpoint.
 
-Shapes: a weight `[N, K]`, or of experts `[E, N, K]`, has scales `[n, k]` or `[E, n, k]`, one for each block. An engine
-holds the one scale of a whole weight as `[]`, a checkpoint as `[1]`; here it is a single block, `[1, 1]`.
+Shapes: a weight `[N, K]` has scales `[n, k]`, one for each block; experts `[E, N, K]` have scales `[E, n, k]`. If a
+whole weight has one scale, an engine holds it as `[]` and a checkpoint as `[1]`. Here it is one block, `[1, 1]`.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,23 @@ from .e4m3 import E8M0, scale_from_amax
 
 
 def quantize_fused(weights: Sequence[torch.Tensor], spec: FormatSpec, scale_format: ScaleFormat) -> list[Float8Tensor]:
-    """Quantize one weight `[..., N, K]`, or those that vLLM fuses. Does not synchronize with the device.
+    """Quantize one weight `[..., N, K]`, or the weights that vLLM fuses. Does not synchronize with the device.
 
-    The caller has to check that the scales are finite: those of a weight with NaN or infinity are not.
+    A weight with NaN or infinity gets scales that are not finite either. The caller has to check the scales.
     """
     amax = common_amax(weights, spec)
     options = {"amax": amax, "amax_floor": spec.weight_amax_floor, "check_finite": False}
-    blocks = [spec.weight_block or tuple(weight.shape) for weight in weights]
-    return [quantize_weight(w, scale_format, block=one, **options) for w, one in zip(weights, blocks, strict=True)]
+    return [quantize_weight(w, scale_format, block=spec.weight_block or tuple(w.shape), **options) for w in weights]
 
 
 def common_amax(weights: Sequence[torch.Tensor], spec: FormatSpec) -> torch.Tensor | None:
-    """Return the amax, on the device, of the one scale that `weights` share; None if blocks have their own."""
+    """Return the amax (a tensor on the device) if all of `weights` share one scale; None if blocks have their own."""
     if not spec.fused_share_scale:
         return None
-    largest = torch.stack([torch.stack(torch.aminmax(weight.detach())).abs().amax() for weight in weights]).amax()
-    # Weights are rounded to BF16 before they are quantized. Rounding keeps the order of numbers, so that the largest
-    # rounded magnitude is the rounded largest: no copy of the weights is made
-    return largest.to(torch.bfloat16)
+    # Weights are rounded to BF16 before they are quantized. Rounding keeps the order of numbers, so the largest
+    # rounded magnitude is the rounded largest magnitude, and no rounded copy of the weights is needed
+    amaxes = [torch.stack(torch.aminmax(weight.detach())).abs().amax() for weight in weights]
+    return torch.stack(amaxes).amax().to(torch.bfloat16)
 
 
 def quantize_as_engine(x: torch.Tensor, spec: FormatSpec, scaling: ActivationScaling) -> Float8Tensor:
@@ -44,41 +43,42 @@ def quantize_as_engine(x: torch.Tensor, spec: FormatSpec, scaling: ActivationSca
 
 
 def as_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """Return a view of an engine's scales as numbers `[..., n, k]`; the one scale of a whole weight is `[1, 1]`."""
+    """Return a view of an engine's scales as numbers (bytes as e8m0) `[..., n, k]`, of one 0-d scale as `[1, 1]`."""
     if scale.dtype == torch.uint8:
         scale = scale.view(E8M0)
     return scale if scale.dim() > 1 else scale.view(1, 1)
 
 
 def joined_halves(tensor: torch.Tensor) -> torch.Tensor:
-    """Return experts' gate and up, which layouts address as `[E, 2, N / 2, K]`, as `[E, N, K]`; others unchanged.
+    """Return gate and up of experts, which layouts address as `[E, 2, N / 2, K]`, as `[E, N, K]`. Other tensors are
+    returned unchanged.
 
-    It is a view, unless a tensor parallel rank holds a part of each half.
+    The result is a view, unless a tensor parallel rank holds a part of each half.
     """
     return tensor.flatten(1, 2) if tensor.dim() == 4 else tensor
 
 
 def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> Float8Tensor:
-    """Return an engine's `codes` and `scale` as one FP8 weight; both may be in halves."""
+    """Return an engine's `codes` and `scale` as one FP8 weight; both may be in halves (see `joined_halves`)."""
     codes, scale = joined_halves(codes), as_blocks(joined_halves(scale))
     block = [1] * (codes.dim() - 2) + list(spec.weight_block or codes.shape[-2:])
     return Float8Tensor(codes, scale, block_size=block, dtype=torch.bfloat16)
 
 
 def stored_scale(codes: Float8Tensor, spec: FormatSpec) -> torch.Tensor:
-    """Return the scales of a quantized weight in the shape and dtype that checkpoints have."""
+    """Return the scales of a quantized weight in the shape and dtype in which checkpoints have them."""
     scale = codes.scale if spec.weight_block else codes.scale.view(1)
     return scale.to(E8M0).view(torch.uint8) if spec.scale_dtype == "uint8" else scale
 
 
 def extremes(scales: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest and the largest of each of an engine's tensors of scales, fp32 `[n]`, on the device.
+    """Return the smallest and the largest scale of each of n tensors of an engine's scales, fp32 `[n]`, on the device.
 
     NaN counts as the largest. Does not synchronize with the device.
     """
-    if scales[0].dtype == torch.uint8:  # exponents have the order of their numbers, and NaN is the last
-        found = torch.stack([torch.stack(torch.aminmax(scale)) for scale in scales]).view(E8M0).float()
-        return found[:, 0], found[:, 1]
+    if scales[0].dtype == torch.uint8:  # the bytes (exponents) have the order of the numbers, and NaN is the largest
+        extremes_n2 = torch.stack([torch.stack(torch.aminmax(scale)) for scale in scales]).view(E8M0).float()
+        return extremes_n2[:, 0], extremes_n2[:, 1]
     largest = torch.stack(torch._foreach_max(scales))
     return -torch.stack(torch._foreach_max(torch._foreach_neg(scales))), largest  # torch has no _foreach_min
 
@@ -89,10 +89,9 @@ def scale_dtype(spec: FormatSpec) -> torch.dtype:
 
 
 def dead_scale(spec: FormatSpec, scale_format: ScaleFormat) -> float:
-    """Return the scale of a block whose amax is at the floor or below. Such a block is as good as zero.
+    """Return the scale of a dead block, that is, one whose amax is at the floor or below.
 
-    Elements a thousand times smaller than the scale become zero. The block causes no NaN, and contributes nothing
-    until its weights grow.
+    A dead block causes no NaN, but it adds as good as nothing to an output until its weights grow.
     """
     floor = torch.tensor(spec.weight_amax_floor, device="cpu")  # on CPU, so that `item` does not wait
     return scale_from_amax(floor, scale_format).item()

@@ -1,1 +1,1 @@
-"""Triton kernels of the codecs. Imported inside functions: Triton is there beside a GPU."""
+"""Triton kernels of the codecs. They are imported inside functions, because hosts without a GPU may have no Triton."""

@@ -1,9 +1,8 @@
 """Triton kernels over q, k or v of one layer: their magnitudes, and their round trip through an FP8 cache.
 
-torch's operations would launch up to 18 kernels for the one and seven for the other, and most of them read or write
-the whole tensor. Here it is read once, in the strides in which attention gets it. Results equal those of
-codec/kv_scales.py and codec/e4m3.py on CPU, bit for bit: neither a maximum nor a count depends on the order of
-programs.
+torch would launch up to 18 kernels for magnitudes and seven for a round trip, most over the whole tensor. These
+kernels read the tensor once, in the strides in which attention gets it. Results equal those of codec/kv_scales.py and
+codec/e4m3.py on CPU, bit for bit, because neither a maximum nor a count depends on the order of programs.
 
 Shape letters: B sequences, H heads, T tokens, D head size.
 """
@@ -15,7 +14,7 @@ import triton.language as tl
 from trl_fp8.quantization.formats import E4M3_MAX
 
 
-ELEMENTS = 4096  # per program, whole tokens
+ELEMENTS = 4096  # about as many elements per program, in whole tokens
 
 
 def add_magnitudes(
@@ -26,7 +25,7 @@ def add_magnitudes(
     limit: torch.Tensor | None,
     beyond: torch.Tensor | None,
 ) -> None:
-    """Compute `codec.kv_scales.add_magnitudes` in one launch."""
+    """Do what `codec.kv_scales.add_magnitudes` does, in one launch."""
     real_BT = real_BT.expand(states.shape[0], states.shape[2]).view(torch.uint8)
     if states.numel():
         grid, tile = _tiles(states)
@@ -37,14 +36,15 @@ def add_magnitudes(
 
 
 def round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """Compute `codec.e4m3.cache_round_trip` of `states`, any strides, in a layout like theirs.
+    """Return `codec.e4m3.cache_round_trip` of `states`, which have any strides. The result has the same order of dims
+    in memory.
 
-    `scale` is a number or a tensor of one.
+    `scale` is a number or a tensor of one element.
     """
     if not isinstance(scale, torch.Tensor):
         scale = torch.full((), scale, device=states.device)
     scale = scale.to(states.device, torch.float32).reshape(())
-    result = torch.empty_like(states)  # dense, so that it can be viewed wherever `states` can
+    result = torch.empty_like(states)  # dense, so any view that works on `states` works on it
     source, target = (each[(None,) * (4 - each.dim())] for each in (states, result))  # [B, H, T, D], views
     if states.numel():
         grid, tile = _tiles(source)
@@ -55,7 +55,7 @@ def round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tenso
 
 
 def _tiles(states: torch.Tensor) -> tuple[tuple[int], tuple[int, int]]:
-    """Return the grid for `[B, H, T, D]`, one dim, which may be long, and tokens and channels of a program."""
+    """Return the 1-d grid for `[B, H, T, D]`, and the size (tokens, channels) of a program's tile."""
     batch, heads, tokens, channels = states.shape
     width = triton.next_power_of_2(channels)
     height = max(1, ELEMENTS // width)
@@ -64,7 +64,9 @@ def _tiles(states: torch.Tensor) -> tuple[tuple[int], tuple[int, int]]:
 
 @triton.jit
 def _place_of_tile(heads, tokens, channels, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return a program's sequence and head, int64 tokens `[HEIGHT]`, channels `[WIDTH]`, and which of both exist."""
+    """Return a program's sequence and head, its tokens `[HEIGHT]` (int64) and channels `[WIDTH]`, and which of these
+    tokens and channels exist.
+    """
     tiles = tl.cdiv(tokens, HEIGHT)
     rest = tl.program_id(0) // heads
     token = (rest % tiles).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
@@ -72,7 +74,8 @@ def _place_of_tile(heads, tokens, channels, HEIGHT: tl.constexpr, WIDTH: tl.cons
     return (rest // tiles).to(tl.int64), tl.program_id(0) % heads, token, channel, token < tokens, channel < channels
 
 
-@triton.jit(do_not_specialize_on_alignment=["amax", "elements", "limit", "beyond"])  # cells of a table
+# These arguments are elements of larger tensors. Their alignment differs between calls, and each one would recompile
+@triton.jit(do_not_specialize_on_alignment=["amax", "elements", "limit", "beyond"])
 def _add_magnitudes(
     states,
     real,
@@ -99,9 +102,9 @@ def _add_magnitudes(
     place = place + token[:, None] * token_stride + channel[None, :] * channel_stride
     values = tl.load(place, mask=is_real[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
 
-    # Magnitudes as integers: without the sign bit, FP32 numbers are ordered as their bits are, and NaN is above all
-    # others, where a maximum of floats would skip it. Atomics of all programs meet in one place and wait for each
-    # other: programs look first, as most have nothing to add to it
+    # The maximum of magnitudes as integers. Without the sign bit FP32 numbers have the order of their bits, and NaN is
+    # above all others; a maximum of floats would skip NaN. Atomics on one address wait for each other, so a program
+    # first reads amax. Most programs would not raise it, and skip the atomic
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.max(magnitude, axis=1), axis=0)
     tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
@@ -113,7 +116,7 @@ def _add_magnitudes(
         tl.atomic_add(beyond, saturated.to(tl.float64), mask=saturated > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale"])  # a cell of a table
+@triton.jit(do_not_specialize_on_alignment=["scale"])  # as above
 def _round_trip(
     states,
     result,
@@ -139,7 +142,7 @@ def _round_trip(
     place = states + batch * batch_stride + head * head_stride
     place = place + token[:, None] * token_stride + channel[None, :] * channel_stride
     factor = tl.load(scale)
-    # Rounded to BF16 first, in which the engine computes q, k and v
+    # Round to BF16 first, because the engine computes q, k and v in BF16
     values = tl.load(place, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32)
     # Triton's `/` may be off by two units in the last place
     scaled = tl.clamp(tl.div_rn(values, factor), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)

@@ -1,8 +1,10 @@
 """Triton kernels for checksums (see codec/digest.py) of many tensors in one launch, over a table of pointers.
 
-A sync proves hundreds of tensors: with launches of their own, most of which read a few KiB, the host would take longer
-than the device. A program sums up 128 KiB of one tensor; an int32 map, 1/32768 of the bytes, tells it which: one load,
-where a search among the tensors would be a chain of ten.
+A sync proves hundreds of tensors, most of a few KiB. With one launch for each the host would take longer than the
+device. A program sums up to 128 KiB of one tensor. It finds its tensor by one load from an int32 map with an element
+for each program (1/32768 of the bytes); a search among the tensors would be a chain of ten loads.
+
+A table has an *entry* for each tensor, `FIELDS` integers (see `_entry` and `_table`), and the map `programs`.
 """
 
 from collections.abc import Sequence
@@ -15,38 +17,38 @@ import triton.language as tl
 from trl_fp8.quantization import formats
 
 
-LANES = 256  # elements that a program loads with one instruction, one per thread: of one row, or of several short ones
-STEPS = 128  # of a program, down its columns
+LANES = 256  # elements that a program loads in one step, one per thread: part of one row, or several short rows
+STEPS = 128  # steps of a program; each goes `LANES // width` rows down
 AT_ONCE = 8  # steps whose loads are under way together
 COLUMN_STEP = tl.constexpr(formats.COLUMN_STEP)
-FIELDS = tl.constexpr(10)  # of an entry
-_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+FIELDS = tl.constexpr(10)  # integers of an entry
+_TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
 class Pointers:
-    """Device addresses of tensors. It keeps references to them, so that their memory is not reused."""
+    """Device addresses of tensors. It keeps references to the tensors, so that their memory is not reused."""
 
     tensors: tuple[torch.Tensor, ...]
-    entries: torch.Tensor  # int64 [n, FIELDS], see `_entry`
-    programs: torch.Tensor  # int32 [programs]: the entry of each
+    entries: torch.Tensor  # int64 `[n, FIELDS]`
+    programs: torch.Tensor  # int32 `[programs]`: the entry that each program works on
 
 
 def table_of(tensors: Sequence[torch.Tensor], *, first_row: int = 0) -> Pointers:
-    """Return the table of at least one tensor, all on one device, of any dtype and any dims.
+    """Return the table of one or more tensors, all on one device, of any dtype and any number of dims.
 
-    Rows of dtypes of less than 4 bytes need to be whole words without gaps. Leading dims may step through memory in
-    two strides, as do the rows of a slice of experts. `first_row` is the number of rows that come before each tensor
-    in the larger one that it is a part of.
+    A row of a dtype of less than 4 bytes must be contiguous and consist of whole words (4 bytes). Leading dims may
+    step through memory in up to two strides, as the rows of a slice of experts do. If the tensors are parts of larger
+    ones, `first_row` is the number of rows before each part.
 
     Raises:
-        ValueError: A tensor is not such words; the message says why.
+        ValueError: A tensor cannot be read as such words; the message says why.
     """
     return _table(tensors, [_words(tensor) for tensor in tensors], list(range(len(tensors))), first_row)
 
 
 def sum_table(table: Pointers) -> torch.Tensor:
-    """Return int64 `[n]`, the checksum of each tensor's bytes as they are now. One launch; the host does not wait."""
+    """Return the checksum of each tensor's current bytes, int64 `[n]`. One launch; the host does not wait."""
     sums = torch.zeros(len(table.tensors), dtype=torch.int64, device=table.entries.device)
     _launch(table, sums, None, tl.int32, tl.int32)
     return sums
@@ -56,21 +58,22 @@ def sum_sent(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> 
     """Cast unquantized `tensors` to `dtypes` in registers. Return their checksums, and which are not finite.
 
     Args:
-        tensors: At least one, all on one device, in BF16, FP16 or FP32. Strides as for `table_of`, but any last dim.
-        dtypes: What each is held in: BF16, FP16 or FP32.
+        tensors: One or more, all on one device, in BF16, FP16 or FP32. Strides as for `table_of`, but the last dim may
+            have gaps.
+        dtypes: The dtype in which the engine holds each: BF16, FP16 or FP32.
 
     Returns:
-        int64 `[n]` checksums, equal to `digest(tensor, dtype)` where that is finite, and int64 `[n]`: 1 where any
-        element is NaN or infinite after the cast. One launch for each pair of dtypes.
+        Checksums, int64 `[n]`, equal to `digest(tensor, dtype)` if the tensor is finite, and flags, int64 `[n]`: 1 if
+        any element is NaN or infinite after the cast. One launch for each pair of dtypes.
 
     Raises:
-        ValueError: A tensor or dtype is not as described, or rows of several are no whole number of words after the
-            cast.
+        ValueError: A tensor or dtype is not as described, or a tensor with several rows has rows that are no whole
+            number of words after the cast.
     """
     sums, bad = torch.zeros(2, len(tensors), dtype=torch.int64, device=tensors[0].device)
     kinds: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
     for slot, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
-        if tensor.dtype not in _TYPES or dtype not in _TYPES:
+        if tensor.dtype not in _TRITON_TYPES or dtype not in _TRITON_TYPES:
             raise ValueError(f"a tensor in {tensor.dtype} cannot be sent as {dtype}: expected BF16, FP16 or FP32.")
         kinds.setdefault((tensor.dtype, dtype), []).append(slot)
     for (source, target), slots in kinds.items():
@@ -78,7 +81,7 @@ def sum_sent(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> 
         for tensor in chosen:
             if tensor.dim() > 1 and tensor.shape[-1] * target.itemsize % 4 and tensor.numel() > tensor.shape[-1]:
                 raise ValueError(f"rows of shape {tuple(tensor.shape)} are no whole number of words in {target}.")
-        _launch(_table(chosen, chosen, slots), sums, bad, _TYPES[source], _TYPES[target])
+        _launch(_table(chosen, chosen, slots), sums, bad, _TRITON_TYPES[source], _TRITON_TYPES[target])
     return sums, bad
 
 
@@ -98,33 +101,37 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _table(
     tensors: Sequence[torch.Tensor], elements: Sequence[torch.Tensor], slots: Sequence[int], first_row: int = 0
 ) -> Pointers:
-    entries, programs, taken = [], [], 0
+    entries: list[list[int]] = []
+    programs: list[int] = []  # number of programs for each entry
+    first_program = 0
     for tensor, slot in zip(elements, slots, strict=True):
         entry, count = _entry(tensor)
-        entries.append([*entry, first_row, taken, slot])
+        entries.append([*entry, first_row, first_program, slot])
         programs.append(count)
-        taken += count
-    pinned = torch.cuda.is_available()  # from other memory the host may wait for the device
+        first_program += count
+    pinned = torch.cuda.is_available()  # a copy from pageable memory may make the host wait for the device
     on_host = torch.tensor(entries, dtype=torch.int64, pin_memory=pinned)
     counts = torch.tensor(programs, pin_memory=pinned)
     device = tensors[0].device
     owners = torch.arange(len(entries), dtype=torch.int32, device=device)
-    owners = owners.repeat_interleave(counts.to(device, non_blocking=True), output_size=taken)
+    owners = owners.repeat_interleave(counts.to(device, non_blocking=True), output_size=first_program)
     return Pointers(tuple(tensors), on_host.to(device, non_blocking=True), owners)
 
 
 def _entry(tensor: torch.Tensor) -> tuple[list[int], int]:
-    """Return the first fields of an entry, in elements, and the number of programs that it needs."""
-    *lead, (columns, column_stride) = zip(tensor.shape, tensor.stride(), strict=True) if tensor.dim() else [(1, 1)]
+    """Return the first seven fields of an entry, and the number of programs that it needs. Strides are in elements."""
+    dims = list(zip(tensor.shape, tensor.stride(), strict=True)) or [(1, 1)]
+    columns, column_stride = dims.pop()
+    # Merge leading dims that one stride steps through
     merged: list[tuple[int, int]] = []
-    for size, stride in lead:
+    for size, stride in dims:
         if merged and merged[-1][1] == size * stride:
             merged[-1] = merged[-1][0] * size, stride
         elif size != 1:
             merged.append((size, stride))
     if len(merged) > 2 and tensor.numel():
         raise ValueError(f"{_described(tensor)} has leading dims that step through memory in more than two strides.")
-    (matrices, matrix_stride), (rows, row_stride) = [(1, 0)] * (2 - len(merged)) + merged[-2:]
+    (matrices, matrix_stride), (rows, row_stride) = [(1, 0), (1, 0), *merged][-2:]
     width = min(triton.next_power_of_2(max(columns, 1)), LANES)
     strips = triton.cdiv(rows, LANES // width * STEPS)
     programs = matrices * strips * triton.cdiv(columns, width) if tensor.numel() else 0
@@ -149,8 +156,8 @@ def _sum_entries(
     programs,
     sums,
     bad,
-    SOURCE: tl.constexpr,  # dtypes
-    TARGET: tl.constexpr,
+    SOURCE: tl.constexpr,  # dtype of the tensor
+    TARGET: tl.constexpr,  # dtype that it is cast to before it is summed up
     LANES: tl.constexpr,
     STEPS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -175,9 +182,9 @@ def _sum_entries(
     place = start + matrix * matrix_stride + (first + row) * row_stride + column * column_stride
     lane_rows = tl.where(column < columns, rows_left - row, 0)
 
-    # The key of a word is 2 (row + COLUMN_STEP word number) + 1. A lane stays in its column, and its row rises by
-    # `height` with each step, so that sum w key = key of its first row * sum w + 2 height * sum w step: the loop adds
-    # two sums, and 64-bit products of keys, of which a GPU makes one out of several, are taken once, at the end
+    # Word j of row r has the key 2 (r + j COLUMN_STEP) + 1. A lane stays in its column, and its row rises by `height`
+    # with each step. Its sum of w key is therefore (key in its first row) * (sum of w) + 2 height * (sum of w step).
+    # So the loop only adds up two sums, and 64-bit products, each several instructions on a GPU, are left for the end
     plain, by_step = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
     largest = tl.zeros([LANES], tl.int32)
     for begin in range(0, (rows_left + height - 1) // height, AT_ONCE):
@@ -187,7 +194,7 @@ def _sum_entries(
             if TARGET.primitive_bitwidth == 16:
                 half = value.to(TARGET).to(tl.int16, bitcast=True).to(tl.int32)
                 largest = tl.maximum(largest, half & 0x7FFF)
-                # Two elements are one word, and two lanes have them: each adds the word with the other half zero
+                # Two lanes have the two halves of a word. Each adds its half as a word whose other half is zero
                 word = tl.where(column % 2 == 0, half & 0xFFFF, half << 16)
             else:
                 word = value.to(TARGET).to(tl.int32, bitcast=True)
@@ -197,6 +204,6 @@ def _sum_entries(
     key = 2 * (first_row + matrix * rows + first + row + column * TARGET.primitive_bitwidth // 32 * COLUMN_STEP) + 1
     tl.atomic_add(sums + slot, tl.sum(plain * key + by_step * (2 * height), axis=0), sem="relaxed")
     if bad is not None:
-        # Without the sign, infinity is the smallest of the bits that are not finite, NaN above it
+        # Without the sign bit, infinity has the smallest bits of all numbers that are not finite
         infinity: tl.constexpr = 0x7F80 if TARGET == tl.bfloat16 else 0x7C00 if TARGET == tl.float16 else 0x7F800000
         tl.store(bad + slot, 1, mask=tl.max(largest, axis=0) >= infinity)

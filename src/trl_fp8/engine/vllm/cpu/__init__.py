@@ -1,1 +1,1 @@
-"""vLLM on a CPU, with reference kernels that keep what they are given and round as transformers does."""
+"""vLLM on a CPU, with reference kernels that leave weights as they were loaded and round as transformers does."""

@@ -1,10 +1,10 @@
-"""The gated delta net of a CPU engine, token by token: a decode step gives what a prefill of the same tokens gives.
+"""The gated delta net of a CPU engine, token by token: decode steps give the bits of a prefill of the same tokens.
 
-vLLM's own CPU kernels read a convolution's weights packed for the host's instruction set, where a sync could not
-write, and scan a prompt in chunks that a decode step does not have. Here every token is a step of its own, as in
-decoding: the state is read from the cache, updated in FP64, rounded to the cache's dtype and written back:
+vLLM's own CPU kernels pack a convolution's weights for the host's instruction set, so a sync could not write them.
+They also scan a prompt in chunks, which a decode step does not have. Here every token is a step of its own, as in
+decoding. The state is read from the cache, updated in FP64, rounded to the cache's dtype and written back:
 
-    x       = silu(the last C inputs of the convolution, each channel with its own weights), rounded to x's dtype
+    x       = silu(weighted sum of each channel's last C inputs), rounded to x's dtype
     q, k, v = heads of x; q and k divided by their lengths
     state   = state * exp(-exp(A_log) softplus(a + dt_bias))
     state  += k (v - k state) sigmoid(b)
@@ -26,11 +26,11 @@ from trl_fp8.upstream.patches import patch
 from .ops import silu
 
 
-EPSILON = 1e-6  # of the lengths of q and k, as in vLLM and transformers
+EPSILON = 1e-6  # added to the squared lengths of q and k, as in vLLM and transformers
 
 
 def register_cpu_delta_net() -> None:
-    """Replace vLLM's operation (the one for runs without speculative decoding) by `delta_net`. Idempotent."""
+    """Replace vLLM's operation for runs without speculative decoding by `delta_net`. Idempotent."""
     if gdn_attention._cpu_gdn_attention_nonspec is not delta_net:
         patch(gdn_attention, "_cpu_gdn_attention_nonspec", delta_net)
 
@@ -38,8 +38,9 @@ def register_cpu_delta_net() -> None:
 def delta_net(
     layer: nn.Module, metadata: GDNAttentionMetadata, mixed_qkv: Tensor, b: Tensor, a: Tensor, out: Tensor
 ) -> None:
-    """Write a layer's output for `mixed_qkv` `[T, 2HK + ZV]` and for b and a, `[T, Z]`, to `out` `[T, Z, V]`. Requests
-    lie one after the other, those that decode first.
+    """Write a layer's output for `mixed_qkv` `[T, 2HK + ZV]`, b and a `[T, Z]` to `out` `[T, Z, V]`.
+
+    The tokens of a request are consecutive. Requests that decode come first.
     """
     requests = metadata.num_decodes + metadata.num_prefills
     bounds = metadata.non_spec_query_start_loc[: requests + 1].long()
@@ -50,13 +51,14 @@ def delta_net(
         inputs[fresh], states[fresh] = 0, 0
     starts, lengths = bounds[:-1], bounds.diff()
     for token in range(int(lengths.max())):
-        left = lengths > token
-        rows, at = (starts + token)[left], slots[left]
-        window = torch.cat([inputs[at], mixed_qkv[rows].unsqueeze(-1)], -1)
+        has_token = lengths > token
+        rows = (starts + token)[has_token]
+        slots_R = slots[has_token]
+        window = torch.cat([inputs[slots_R], mixed_qkv[rows].unsqueeze(-1)], -1)
         x = silu((window.double() * layer.conv1d.weight.squeeze(1).double()).sum(-1)).to(mixed_qkv.dtype)
-        inputs[at] = window[..., 1:]
-        state, out[rows] = _step(layer, states[at].double(), x, b[rows].double(), a[rows].double())
-        states[at] = state.to(states.dtype)
+        inputs[slots_R] = window[..., 1:]
+        state, out[rows] = _step(layer, states[slots_R].double(), x, b[rows].double(), a[rows].double())
+        states[slots_R] = state.to(states.dtype)
 
 
 def _cached(layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -70,10 +72,11 @@ def _cached(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state after one token of each request, FP64 `[R, Z, K, V]`, and the output `[R, Z, V]`."""
-    keys, heads = layer.key_dim // layer.tp_size, state.shape[1]
-    q, k, v = x.split([keys, keys, x.shape[-1] - 2 * keys], -1)
-    q, k = (_unit(each.double().unflatten(-1, (-1, layer.head_k_dim)), heads) for each in (q, k))
-    v = v.double().unflatten(-1, (heads, -1))
+    keys = layer.key_dim // layer.tp_size  # channels of all heads of q, and of k
+    heads = state.shape[1]
+    q, k, v = x.double().split([keys, keys, x.shape[-1] - 2 * keys], -1)
+    q, k = (_unit(part.unflatten(-1, (-1, layer.head_k_dim)), heads) for part in (q, k))
+    v = v.unflatten(-1, (heads, -1))
     decay = (-layer.A_log.double().exp() * functional.softplus(a + layer.dt_bias.double())).exp()
     state = state * decay[..., None, None]
     change = (v - (k.unsqueeze(-1) * state).sum(-2)) * b.sigmoid().unsqueeze(-1)
@@ -83,6 +86,8 @@ def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> t
 
 
 def _unit(heads_RHK: Tensor, heads: int) -> Tensor:
-    """Return each head of q or k at length one, repeated to `heads`: consecutive heads of v share one."""
+    """Return each head of q or k divided by its length, and repeated to `heads` heads in all, because consecutive
+    heads of v share a head of q and k.
+    """
     unit = heads_RHK * (heads_RHK.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
     return unit.repeat_interleave(heads // heads_RHK.shape[1], 1)

@@ -1,13 +1,18 @@
-"""MLA on a CPU engine, over vLLM's paged cache of latents, in FP64: a token's bits are the same in every batch.
+"""MLA (multi-head latent attention) of a CPU engine, in FP64: a token gets the same bits in every batch.
 
-In a prefill vLLM expands latents by kv_b_proj. In a decode it multiplies queries and outputs by two parts of that
-weight, W_UK and W_UV. Here every token is computed as in a decode, so that only these two parts are used. A sync
-derives them from kv_b_proj.
+It reads vLLM's paged cache. vLLM has two ways to compute MLA. In a prefill it expands latents to keys and values by
+the weight of kv_b_proj. In a decode it multiplies queries by one part of that weight, W_UK, and outputs by the other,
+W_UV. Here every token is computed as in a decode. A sync derives both parts from kv_b_proj. The cache holds the latent
+of each token, followed by the rotated part of its key (`cached`):
 
-    write:  bytes = e4m3(latent / k_scale), round to nearest even, saturating     (a BF16 cache stores the latent)
-    read:   latent = bytes * k_scale; softmax((q W_UK) latent^T) latent W_UV in fp64; q and the output in BF16
+    write:  bytes = e4m3(cached / k_scale), round to nearest even, saturating     (a BF16 cache holds `cached` itself)
+    read:   cached = bytes * k_scale
+            scores = scale * (q W_UK, q rotated) cached^T
+            output = softmax(scores) latent W_UV                                   in FP64; q and output are BF16
 
-Shape letters: T tokens, H heads, N their size without rotation, P the rotated rest, L latent size, B blocks.
+Shape letters: T tokens, H heads, N channels of a head without rotation, P rotated channels, L channels of a latent,
+V channels of a head's value, C = L + P channels of a cached token, B blocks, R requests, Q queries of a request, S
+cached tokens of a request.
 """
 
 from dataclasses import dataclass
@@ -24,9 +29,9 @@ from .reference_attention import ReferenceMetadataBuilder, attend, gather, padde
 
 
 class ReferenceLatentAttention(CPUMLABackend):
-    """Cache layout and limits of vLLM's CPU backend, another implementation."""
+    """vLLM's CPU MLA backend with its cache layout, and `ReferenceLatentImpl` as its attention."""
 
-    get_supported_head_sizes = staticmethod(list)  # an empty list: any head size, as no kernel is compiled
+    get_supported_head_sizes = staticmethod(list)  # an empty list means any head size
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
     get_impl_cls = staticmethod(lambda: ReferenceLatentImpl)
     get_builder_cls = staticmethod(lambda: LatentMetadataBuilder)
@@ -34,7 +39,9 @@ class ReferenceLatentAttention(CPUMLABackend):
 
 @dataclass(frozen=True)
 class LatentMetadata:
-    """vLLM's common metadata with no decodes in it: vLLM then calls `forward_mha` for every token."""
+    """vLLM's common metadata of a forward. All requests count as prefills, so vLLM passes their tokens to
+    one call of `forward_mha`.
+    """
 
     common: CommonAttentionMetadata
     num_decodes: int = 0
@@ -55,46 +62,64 @@ class LatentMetadataBuilder(ReferenceMetadataBuilder):
 
 
 class ReferenceLatentImpl(CPUMLAImpl):
-    """Attention whose `forward_mha` computes every token. It multiplies by W_UK and W_UV itself, in FP64: the bits of
-    vLLM's BF16 product depend on the batch.
+    """Attention that computes all tokens in `forward_mha`.
+
+    It multiplies by W_UK and W_UV itself, in FP64, because the bits of vLLM's BF16 products depend on the batch.
     """
 
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, k_scale
     ) -> None:
-        """Write latents `[T, L]` and rotated keys `[T, 1, P]` to the slots of `slot_mapping` `[T]` (-1: padding)."""
+        """Write latents `[T, L]` and rotated keys `[T, 1, P]` to the cache slots in `slot_mapping` `[T]`.
+
+        -1 marks padding, which is not written.
+        """
         if not kv_cache.numel():
             return
-        real = slot_mapping >= 0
-        latent = torch.cat([kv_c_normed, k_pe.squeeze(1)], -1)[: len(slot_mapping)][real]
-        if kv_cache.dtype == torch.uint8:
-            latent = cache_codes(latent, k_scale).view(torch.uint8)
-        kv_cache.view(-1, kv_cache.shape[-1])[slot_mapping[real]] = latent
+        is_token = slot_mapping >= 0
+        # The inputs may have padding after the tokens of `slot_mapping`
+        cached_TC = torch.cat([kv_c_normed, k_pe.squeeze(1)], -1)[: len(slot_mapping)][is_token]
+        cache = _as_bytes(kv_cache)
+        if cache.dtype == torch.uint8:
+            cached_TC = cache_codes(cached_TC, k_scale).view(torch.uint8)
+        cache.view(-1, cache.shape[-1])[slot_mapping[is_token]] = cached_TC
 
     def forward_mha(
         self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None
     ) -> None:
-        """Attend `q` `[T, H, N + P]` over the cache `[B, block, L + P]`, which holds this step's latents already.
+        """Compute the attention of queries `q` `[T, H, N + P]` over the cache `[B, tokens per block, C]`.
 
-        Fills `output` `[T, H * value size]`.
+        The cache already holds the tokens of this step. Writes the result to `output` `[T, H * V]`.
         """
         common, layer = attn_metadata.common, self._layer()
+
+        # Transform queries to the space of cached tokens, and pad each request to the most queries of any request
         query_lens = common.query_start_loc.diff()
-        real_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
+        is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
         plain_THN, rotated_THP = q.double().split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         absorbed_THL = torch.einsum("thn,hnl->thl", plain_THN, layer.W_UK_T.double())
-        q_RQHD = padded(torch.cat([absorbed_THL, rotated_THP], -1), real_RQ)
-        fp8 = kv_c_and_k_pe_cache.dtype.itemsize == 1
-        cache = kv_c_and_k_pe_cache.view(torch.uint8) if fp8 else kv_c_and_k_pe_cache
-        latent_R1SD = gather(cache[:, None], common.block_table_tensor, common.max_seq_len, k_scale)
-        seen_RQS = visible(query_lens, common.seq_lens, common.max_seq_len, None)
-        # Keys and values are one tensor; the rotated part of what is read is dropped
-        read_RQHD, _ = attend(q_RQHD, latent_R1SD, latent_R1SD, seen_RQS, self.scale)
-        read_THL = read_RQHD[real_RQ][..., : self.kv_lora_rank]
-        values = torch.einsum("thl,hlv->thv", read_THL, layer.W_UV.double())
-        output.copy_(values.float().reshape(output.shape))
+        q_RQHC = padded(torch.cat([absorbed_THL, rotated_THP], -1), is_query_RQ)
+
+        # All heads read the same cached tokens, both as keys and as values. Values are the latents alone, so the
+        # rotated channels of the result are dropped
+        cached_R1SC = gather(
+            _as_bytes(kv_c_and_k_pe_cache)[:, None], common.block_table_tensor, common.max_seq_len, k_scale
+        )
+        visible_RQS = visible(query_lens, common.seq_lens, common.max_seq_len, None)
+        mixed_RQHC, _ = attend(q_RQHC, cached_R1SC, cached_R1SC, visible_RQS, self.scale)
+        mixed_THL = mixed_RQHC[is_query_RQ][..., : self.kv_lora_rank]
+        output_THV = torch.einsum("thl,hlv->thv", mixed_THL, layer.W_UV.double())
+        output.copy_(output_THV.reshape(output.shape))
 
     def _layer(self) -> nn.Module:
-        """Return the layer of this implementation. vLLM passes it only to `forward_mqa`."""
+        """Return the layer that this object belongs to. vLLM passes it to `forward_mqa`, but not to `forward_mha`."""
         layers = get_forward_context().no_compile_layers.values()
         return next(layer for layer in layers if getattr(layer, "impl", None) is self)
+
+
+def _as_bytes(cache: Tensor) -> Tensor:
+    """Return an FP8 cache as uint8, which is how vLLM allocates it; `forward_mha` gets it viewed as e4m3.
+
+    Other caches are returned unchanged.
+    """
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache

@@ -1,15 +1,16 @@
 """Norms, activations and gate weights of a CPU engine: a row's bits do not depend on the batch.
 
 torch adds a row's squares in FP32 in an order that depends on the host, and computes a function differently at the end
-of a vector. Neither shows if the operation is FP64 and rounded once. vLLM's code also rounds elsewhere
-than transformers' BF16 arithmetic does, and e4m3 magnifies every BF16 step of difference. A CPU engine here computes:
+of a vector. Neither shows if the operation is FP64 and its result is cast to the model's dtype. (torch casts FP64 to
+BF16 by way of FP32, everywhere.) vLLM's code also rounds at other places than transformers' BF16 arithmetic does, and
+e4m3 magnifies every BF16 step of difference. A CPU engine here computes:
 
     norm                  the normalized value is FP64, rounded as transformers rounds it
     residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
-    Cohere's norms        the same; vLLM compiles them, for one row and for many apart
+    Cohere's norms        FP64; vLLM compiles one norm for a single row and another for many
     SiLU, GELU            FP64; torch's kernels for GELU, picked by size and layout, differ in 1 % of BF16 numbers
     gate weights          softmax and sigmoid of a router's logits are FP64; vLLM's CPU router has a softmax in BF16
-    rotary embedding      each product and sum is rounded to nearest; vLLM's kernel for AVX2 rounds the result to zero
+    rotary embedding      (platform.py) vLLM's torch code: vLLM's kernel for AVX2 rounds the result to zero
 
 What models do to logits stays torch's: tanh and sigmoid give one result for each of the 65,536 BF16 numbers, whatever
 its place (tests/engine/test_batch_invariance.py), and `log_softmax` one for each row.
@@ -51,7 +52,7 @@ class ReferenceGeluAndMul(GeluAndMul):
 
 
 class OneGroupRouter(cpu_router.CPURouter):
-    """vLLM's router, which has sigmoids only for groups of experts, with one group of all experts (MiniMax-M2)."""
+    """vLLM's router, which has sigmoids only for groups of experts. Without groups (MiniMax-M2) all are one group."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -60,7 +61,7 @@ class OneGroupRouter(cpu_router.CPURouter):
 
 
 def register_cpu_ops() -> None:
-    """Register norms and activations with vLLM; replace Cohere's norms and what routers compute. Idempotent."""
+    """Register norms and activations with vLLM; replace Cohere's norms and routers' functions. Idempotent."""
     if PROVIDER in ir.ops.rms_norm.impls:
         return
     for op, implementation in (ir.ops.rms_norm, rms_norm), (ir.ops.fused_add_rms_norm, _add_rms_norm):
@@ -75,20 +76,20 @@ def register_cpu_ops() -> None:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return SiLU of `x`, rounded once to its dtype."""
+    """Return SiLU of `x`, cast to its dtype."""
     wide = x.double()
-    return (wide * torch.sigmoid(wide)).float().to(x.dtype)
+    return (wide * torch.sigmoid(wide)).to(x.dtype)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """Return GELU of `x`, rounded once to its dtype."""
-    # as torch writes it, 1 + tanh and 1 + erf lose all digits where both are near 0
+    """Return GELU of `x`, cast to its dtype."""
+    # torch's formulas have 1 + tanh and 1 + erf, which lose all digits where tanh and erf are near -1
     wide = x.double()
     if approximate == "tanh":
         share = torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide.pow(3)))
     else:
         share = torch.special.erfc(wide * -math.sqrt(0.5)) / 2
-    return (wide * share).float().to(x.dtype)
+    return (wide * share).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
@@ -104,17 +105,18 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 
 
 def layer_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x `[..., K]` less its mean, over its standard deviation, times `weight`; FP32 before the product."""
+    """Return x `[..., K]` minus its mean, over its standard deviation, times `weight`. FP32 before the product."""
     wide = x.double()
     return rms_norm(wide - wide.mean(-1, keepdim=True), weight.float(), epsilon).to(x.dtype)
 
 
 def _wide_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    """Call vLLM's `softmax_topk` with FP64 logits, of which it takes the softmax."""
     return softmax_topk(router_logits.double(), *args, **kwargs)
 
 
 class _RouterLogits:
-    """Logits as vLLM's grouped top-k reads them: it takes their sigmoid, here in FP64 and rounded once."""
+    """Stand-in for the logits in vLLM's grouped top-k, which takes their sigmoid: in FP64, rounded once."""
 
     def __init__(self, logits: Tensor):
         self._logits = logits
@@ -127,6 +129,7 @@ class _RouterLogits:
 
 
 def _wide_sigmoid(grouped_topk: Callable, gating_output: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    """Call vLLM's `grouped_topk` so that a sigmoid of the logits is FP64."""
     logits = _RouterLogits(gating_output) if kwargs["scoring_func"] == "sigmoid" else gating_output
     return grouped_topk(logits, **kwargs)
 
@@ -134,5 +137,5 @@ def _wide_sigmoid(grouped_topk: Callable, gating_output: Tensor, **kwargs) -> tu
 def _add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    x_residual = x + x_residual
+    x_residual = x + x_residual  # rounded to the dtype of x
     return rms_norm(x_residual, weight, epsilon, variance_size), x_residual

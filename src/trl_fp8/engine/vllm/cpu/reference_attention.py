@@ -1,16 +1,19 @@
-"""Attention of a CPU engine over vLLM's paged cache, in plain torch operations: `attend` is all of its arithmetic.
+"""Attention of a CPU engine over vLLM's paged cache, in plain torch operations. `attend` has all of its arithmetic.
 
-vLLM's own CPU kernels give a token other bits in another batch, and the one for an FP8 cache needs AVX-512 and rounds
-toward zero where the CUDA kernels round to nearest. Here sums and softmax are FP64 and rounded once, so that a decode
-step gives what a prefill of the same tokens gives, and what `attend_packed` gives for whole sequences:
+With vLLM's own CPU kernels a token's bits depend on the rest of the batch. Their kernel for an FP8 cache also needs
+AVX-512, and rounds toward zero, whereas the CUDA kernels round to nearest. Here sums and softmax are FP64, and the
+result is rounded once. FP64's own differences practically never survive the rounding. So decode steps, a prefill of
+the same tokens, and `attend_packed` of complete sequences give the same bits:
 
-    write:  bytes = e4m3(k / k_scale), round to nearest even, saturating          (same for v; a BF16 cache: k itself)
-    read:   k = bytes * k_scale; softmax(q k^T) v in fp64; q and the output in the model's dtype
+    write:  codes = e4m3(k / k_scale), rounded to nearest even, saturating; the same for v. A BF16 cache stores k
+    read:   k = codes * k_scale; softmax(q k^T) v in FP64; q and the output have the model's dtype
 
-A head with an attention sink s gives each query one more score, s, without a value: the softmax of the others
-sums to less than 1.
+A head with an attention sink s gives each query one more score, s, which has no value vector: the weights of the
+actual values sum to less than 1.
 
-Shape letters: T and N tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
+Shape letters: T and N tokens, R requests, Q queries of a request at most, S cached tokens of a request at most,
+H heads, G kv heads, D head size. Lower case: q queries computed at a time, h heads that share a kv head (H = G h),
+n = h q.
 """
 
 from collections.abc import Iterator
@@ -31,13 +34,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from trl_fp8.quantization.codec.e4m3 import cache_codes, e4m3_values
 
 
-SCORES_BYTES = 64 * 2**20  # of FP64 attention scores at a time
-READ_BYTES = 2 * 2**20  # of FP64 keys and values at a time; more of them do not fit a core's L2 cache
+SCORES_BYTES = 64 * 2**20  # size of the FP64 attention scores that are computed at a time
+# Size of the FP64 keys and values that are read at a time; more would not fit into a core's L2 cache
+READ_BYTES = 2 * 2**20
 
 
 @contextmanager
 def overridden(backend: AttentionBackendEnum, cls: type[AttentionBackend]) -> Iterator[None]:
-    """Let engines that start inside the block use `cls` for a backend (vLLM's public override)."""
+    """Inside the block, let engines that start use `cls` as their `backend` (by vLLM's public override)."""
     register_backend(backend, f"{cls.__module__}.{cls.__qualname__}")
     try:
         yield
@@ -46,10 +50,9 @@ def overridden(backend: AttentionBackendEnum, cls: type[AttentionBackend]) -> It
 
 
 class ReferenceAttention(CPUAttentionBackend):
-    """Cache layout and limits of vLLM's CPU backend, another implementation."""
+    """Backend of `ReferenceAttentionImpl`, with the cache layout and limits of vLLM's CPU backend."""
 
-    # any head size: there is no kernel to be compiled for it
-    get_supported_head_sizes = staticmethod(list)
+    get_supported_head_sizes = staticmethod(list)  # an empty list means any head size
     supports_sink = staticmethod(lambda: True)
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
     get_impl_cls = staticmethod(lambda: ReferenceAttentionImpl)
@@ -58,9 +61,9 @@ class ReferenceAttention(CPUAttentionBackend):
 
 
 class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
-    """vLLM's common metadata says all that the reference needs."""
+    """Metadata builder that returns vLLM's common metadata unchanged. The reference needs nothing else."""
 
-    def __init__(self, *args):  # vLLM's is abstract
+    def __init__(self, *args):  # required, because vLLM's is abstract
         super().__init__(*args)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> CommonAttentionMetadata:
@@ -68,7 +71,10 @@ class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]
 
 
 class ReferenceAttentionImpl(AttentionImpl):
-    """Decoder self-attention: grouped heads, sliding windows, soft-capped logits, sinks; nothing more exotic."""
+    """Decoder self-attention with grouped heads, sliding windows, soft-capped scores and sinks.
+
+    `NotImplementedError` for any other variant of attention.
+    """
 
     def __init__(
         self,
@@ -96,18 +102,21 @@ class ReferenceAttentionImpl(AttentionImpl):
             )
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.sliding_window, self.kv_cache_dtype = float(scale), sliding_window, kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or None  # vLLM's models without one may say 0
+        self.logits_soft_cap = logits_soft_cap or None  # models without a soft cap may pass 0
         self.sinks = sinks
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write k and v `[T, G, D]`, as bytes to an FP8 cache, to the slots of `slot_mapping` `[T]` (-1: padding)."""
+        """Write k and v `[T, G, D]` to the cache slots in `slot_mapping` `[T]`, as codes if the cache is FP8.
+
+        Tokens with slot -1 are padding and are not written.
+        """
         keys, values = keys_and_values(kv_cache).unbind(2)
         real = slot_mapping >= 0
         slots = slot_mapping[real]
         block, offset = slots // keys.shape[2], slots % keys.shape[2]
-        # scales are read from the host floats, as vLLM's CPU backend does
+        # The scales are the layer's Python floats, which vLLM's CPU backend reads, too
         for cache, states, scale in (keys, key, layer._k_scale_float), (values, value, layer._v_scale_float):
             written = states[: len(slot_mapping)][real]
             if cache.dtype == torch.uint8:
@@ -117,7 +126,7 @@ class ReferenceAttentionImpl(AttentionImpl):
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
     ) -> Tensor:
-        """Attend `query` `[T, H, D]` over the cache, which holds this step's k and v already; fills `output`."""
+        """Write the attention of `query` `[T, H, D]` into `output`. The cache holds this step's k and v already."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("the reference attention does not quantize its output.")
         if attn_metadata is None:  # vLLM's profiling run
@@ -131,13 +140,15 @@ class ReferenceAttentionImpl(AttentionImpl):
         cache = keys_and_values(kv_cache)
         visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
         for request, images in (attn_metadata.mm_req_doc_ranges or {}).items():
-            _see_whole(images, visible_RQS[request], int(seq_lens[request] - query_lens[request]))
+            _unmask_images(images, visible_RQS[request], int(seq_lens[request] - query_lens[request]))
+        # Shape [2, 1, 1]: one scale for k, one for v
         scales_211 = torch.tensor([layer._k_scale_float, layer._v_scale_float])[:, None, None]
-        at_a_time = max(1, READ_BYTES // (16 * self.num_kv_heads * length * self.head_size))
+        # 16 bytes: one FP64 element of k and one of v
+        requests_at_a_time = max(1, READ_BYTES // (16 * self.num_kv_heads * length * self.head_size))
         tensors = q_RQHD, attn_metadata.block_table_tensor, visible_RQS, output_RQHD
-        for q, table, seen, out in zip(*(tensor.split(at_a_time) for tensor in tensors), strict=True):
+        for q, table, seen, out in zip(*(tensor.split(requests_at_a_time) for tensor in tensors), strict=True):
             k, v = gather(cache, table, length, scales_211).double().unbind(2)
-            out.copy_(attend(q, k, v, seen, self.scale, self.logits_soft_cap, self.sinks)[0].float())
+            out.copy_(attend(q, k, v, seen, self.scale, self.logits_soft_cap, self.sinks)[0])
         output[:tokens] = output_RQHD[is_query_RQ].view(output[:tokens].shape)
         return output
 
@@ -151,35 +162,49 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the attention output of each query over its `visible` keys, `[R, Q, H, D]`, and the log of its softmax's
-    denominator, `[R, H, Q]`, both FP64 and not finite where it sees none. Keys and values have to be finite.
+    """Return each query's attention over its visible keys.
+
+    Keys and values must be finite, also those that no query sees.
+
+    Args:
+        visible_RQS: Whether a query sees a key.
+        softcap: Scores s become softcap * tanh(s / softcap). None: no cap.
+        sinks_H: The score of each head's sink.
+
+    Returns:
+        The output `[R, Q, H, D]` and the log of the softmax's denominator `[R, H, Q]`, both in FP64. They are not
+        finite for a query that sees no key.
     """
     k, v, groups = k_RGSD.double(), v_RGSD.double(), k_RGSD.shape[1]
     queries = max(1, SCORES_BYTES // (8 * q_RQHD.shape[0] * q_RQHD.shape[2] * k.shape[2]))
     out, lse = [], []
     for q, seen_RqS in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
-        # the heads of a group read the same keys, as if they were more queries
+        # Heads that share a kv head read the same keys, so they are computed as further queries of it: [R, G, h q, D]
         q_RGhqD = q.double().unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
         sizes = q_RGhqD.shape
-        if softcap is None:  # torch's kernel has none
-            hidden_RqS = torch.zeros((), dtype=torch.float64).where(seen_RqS, -torch.inf)
-            hidden_R1nS = hidden_RqS[:, None, None].expand(-1, -1, sizes[2], -1, -1).flatten(2, 3)
+        if softcap is None:
+            mask_RqS = torch.zeros((), dtype=torch.float64).where(seen_RqS, -torch.inf)
+            # Added to the scores. Repeat it for each of the h heads: [R, q, S] -> [R, 1, h, q, S] -> [R, 1, h q, S]
+            mask_R1nS = mask_RqS[:, None, None].expand(-1, -1, sizes[2], -1, -1).flatten(2, 3)
             read_RGnD, lse_RGn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q_RGhqD.flatten(2, 3), k, v, attn_mask=hidden_R1nS.expand(-1, groups, -1, -1), scale=scaling
+                q_RGhqD.flatten(2, 3), k, v, attn_mask=mask_R1nS.expand(-1, groups, -1, -1), scale=scaling
             )
-        else:
+        else:  # torch's kernel has no soft cap
             scores = (q_RGhqD.flatten(2, 3) @ k.mT).view(*sizes[:4], -1) * scaling
             scores = softcap * torch.tanh(scores / softcap)
             scores = scores.masked_fill_(~seen_RqS[:, None, None], -torch.inf).flatten(2, 3)
             lse_RGn = scores.logsumexp(-1)
             read_RGnD = scores.sub_(lse_RGn[..., None]).exp_() @ v
+        # [R, G, h q, D] -> [R, q, H, D]
         out.append(read_RGnD.unflatten(2, sizes[2:4]).permute(0, 3, 1, 2, 4).flatten(2, 3))
+        # [R, G, h q] -> [R, H, q]
         lse.append(lse_RGn.unflatten(2, sizes[2:4]).flatten(1, 2))
     out_RQHD, lse_RHQ = torch.cat(out, 1), torch.cat(lse, 2)
     if sinks_H is None:
         return out_RQHD, lse_RHQ
-    whole_RHQ = torch.logaddexp(lse_RHQ, sinks_H.detach().double()[:, None])
-    return out_RQHD * (lse_RHQ - whole_RHQ).exp().transpose(1, 2)[..., None], whole_RHQ
+    # The sink adds exp(s) to the softmax's denominator
+    with_sink_RHQ = torch.logaddexp(lse_RHQ, sinks_H.detach().double()[:, None])
+    return out_RQHD * (lse_RHQ - with_sink_RHQ).exp().transpose(1, 2)[..., None], with_sink_RHQ
 
 
 def attend_packed(
@@ -192,11 +217,16 @@ def attend_packed(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the engine's causal attention of whole sequences, one after the other, bit for bit: `[N, H, D]` in q's
-    dtype, and the log of the softmax's denominators `[H, N]` in FP64.
+    """Return the causal attention of complete sequences, packed one after another, with the engine's bits.
 
-    k and v are as they are read from the cache; `starts` `[sequences + 1]` says where each begins, and the number of
-    tokens; `window` is in tokens, itself included; `sinks_H` are a score for each head, without a value.
+    Args:
+        k_NGD, v_NGD: As they are read from the cache, so after its rounding.
+        starts: `[sequences + 1]`. The index of each sequence's first token, and N at the end.
+        window: The number of tokens that a query sees, itself included; None: all before it.
+        softcap, sinks_H: See `attend`.
+
+    Returns:
+        The output `[N, H, D]` in q's dtype, and the log of the softmax's denominator `[H, N]` in FP64.
     """
     if not len(q_NHD):
         return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float64)
@@ -205,44 +235,59 @@ def attend_packed(
     k_RGSD, v_RGSD = (padded(states, real_RQ).transpose(1, 2) for states in (k_NGD, v_NGD))
     visible_RQS = visible(lengths, lengths, real_RQ.shape[1], window)
     out, lse_RHQ = attend(padded(q_NHD, real_RQ), k_RGSD, v_RGSD, visible_RQS, scaling, softcap, sinks_H)
-    return out[real_RQ].float().to(q_NHD.dtype), lse_RHQ.transpose(1, 2)[real_RQ].T
+    return out[real_RQ].to(q_NHD.dtype), lse_RHQ.transpose(1, 2)[real_RQ].T
 
 
 def visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | None, causal: bool = True) -> Tensor:
-    """Return which of `length` keys the last `query_lens` tokens of sequences of `seq_lens` see, `[R, Q, S]`."""
-    key = torch.arange(length)
+    """Return which keys each query sees, `[R, Q, S]`, bool.
+
+    Args:
+        query_lens: `[R]`. The number of queries of each request, which are the last tokens of its sequence.
+        seq_lens: `[R]`. The number of tokens of each sequence.
+        length: S, the number of keys in the result.
+        window: The number of tokens that a query sees, itself included; None: all.
+        causal: Whether a query sees no later keys.
+    """
+    key_S = torch.arange(length)  # positions in the sequence, as are those of the queries
     query_RQ1 = ((seq_lens - query_lens)[:, None] + torch.arange(int(query_lens.max())))[..., None]
-    seen = key < seq_lens[:, None, None]
+    seen_RQS = key_S < seq_lens[:, None, None]
     if causal:
-        seen = seen & (key <= query_RQ1)
-    return seen if window is None else seen & (key > query_RQ1 - window)
+        seen_RQS = seen_RQS & (key_S <= query_RQ1)
+    return seen_RQS if window is None else seen_RQS & (key_S > query_RQ1 - window)
 
 
-def _see_whole(images: list[tuple[int, int]], visible_QS: Tensor, first: int) -> None:
-    """Let tokens of `images` (first and last position of each) see all of theirs; queries start at `first`."""
+def _unmask_images(images: list[tuple[int, int]], visible_QS: Tensor, first: int) -> None:
+    """Let each token of an image see all tokens of the same image. Changes `visible_QS`.
+
+    `images` has the first and last position of each image, and `first` is the position of the first query.
+    """
     for start, end in images:
         visible_QS[max(start - first, 0) : max(end + 1 - first, 0), start : end + 1] = True
 
 
 def padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
-    """Return `[N, ...]` as `[R, Q, ...]`, zero where `real_RQ` is false."""
+    """Return the packed tokens `[N, ...]` as padded rows `[R, Q, ...]`, zero where `real_RQ` is false."""
     rows = packed.new_zeros(*real_RQ.shape, *packed.shape[1:])
     rows[real_RQ] = packed
     return rows
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | float) -> Tensor:
-    """Return each request's cached tokens, `[R, ..., S, D]` of `[blocks, ..., block, D]`; codes times `scale` in FP32.
+    """Return the first `length` cached tokens of each request, `[R, ..., S, D]`; FP8 codes times `scale`, in FP32.
 
-    Beyond the end of a request is garbage, but no NaN, which masking would not remove.
+    `cache` is `[blocks, ..., block size, D]`, and `block_table` `[R, blocks of a request]` has indices of its blocks.
+    Beyond the end of a request the result is arbitrary, but without NaN: NaN times a weight of zero would stay NaN.
     """
-    table = block_table[:, : -(-length // cache.shape[-2])]
+    table = block_table[:, : -(-length // cache.shape[-2])]  # -(-a // b) rounds up
     blocks = cache.index_select(0, table.flatten()).unflatten(0, table.shape)
     gathered = blocks.movedim(1, -3).flatten(-3, -2)[..., :length, :]
     return e4m3_values(gathered, scale, nan=False) if cache.dtype == torch.uint8 else gathered.nan_to_num_(0)
 
 
 def keys_and_values(kv_cache: Tensor) -> Tensor:
-    """Return `[blocks, G, block, 2 D]` as `[blocks, G, 2, block, D]`, as vLLM's CPU backend lays it out."""
+    """Return a view `[blocks, G, 2, block size, D]` of a cache `[blocks, G, block size, 2 D]`; dim 2 has k, then v.
+
+    vLLM's CPU backend uses the memory of a block in this way.
+    """
     blocks, heads, block_size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2, block_size, width // 2)

@@ -1,10 +1,11 @@
 """Unquantized experts of a CPU engine, whose weights stay as they were loaded.
 
-vLLM's CPU kernels pack experts as it loads them: nothing could be written there, or read back. The reference
-computes what `TritonExperts` computes on CUDA, with sums in FP64, which no other token changes (reference_linear.py):
+vLLM's CPU kernels pack the weights of experts after a load, so a sync could neither write them nor read them back. The
+reference computes what `TritonExperts` computes on CUDA. Its sums are FP64, so a token's bits do not depend on other
+tokens (reference_linear.py):
 
-    pairs of token and expert, sorted by expert -> gate_up -> BF16 -> its activation in BF16 -> down in fp32, times the
-    router's weight -> BF16; the sum over a token's experts is rounded once
+    pairs of token and expert, sorted by expert -> gate_up, rounded to BF16 -> activation, in BF16 -> down, in FP32
+    -> times the router's weight, rounded to BF16 -> sum over a token's experts, rounded once
 
 Shape letters: T tokens, K experts per token, P = T * K pairs, E experts, I intermediate size, H hidden size.
 """
@@ -26,13 +27,13 @@ from .reference_linear import linear
 
 
 def swigluoai(gate_up: Tensor) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(1.702 gate), both clamped, where gate and up take turns; rounded once."""
+    """Return (up + 1) * gate * sigmoid(1.702 gate) of clamped gate and up. Their elements alternate in `gate_up`."""
     gate, up = gate_up.double().unflatten(-1, (-1, 2)).unbind(-1)
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return ((up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)).float().to(gate_up.dtype)
+    return ((up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)).to(gate_up.dtype)
 
 
-SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # GPT-OSS's; vLLM's kernel has them as constants, too
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of GPT-OSS; they are constants in vLLM's kernel, too
 ACTIVATIONS = {
     MoEActivation.SILU: partial(gated, silu),
     MoEActivation.GELU: partial(gated, gelu),
@@ -41,9 +42,9 @@ ACTIVATIONS = {
 
 
 class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
-    """`CPUUnquantizedExperts` with one GEMM for each expert that has tokens in place of vLLM's packed one."""
+    """`CPUUnquantizedExperts` with one GEMM for each expert that has tokens, instead of vLLM's packed GEMM."""
 
-    keeps_weights = True  # as they were loaded, see `engine.vllm.layout`
+    keeps_weights = True  # whether weights stay as they were loaded, see `engine.vllm.layout`
     _supports_activation = staticmethod(ACTIVATIONS.__contains__)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -62,7 +63,7 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
         down = _grouped(ACTIVATIONS[activation](gate_up), w2, self.w2_bias, tokens_E, torch.float32)
         weighted = (down * topk_weights.flatten()[order_P, None]).to(dtype).double()
         pairs = torch.empty_like(weighted).index_copy_(0, order_P, weighted)
-        output.copy_(pairs.view(*topk_ids.shape, -1).sum(1).float())
+        output.copy_(pairs.view(*topk_ids.shape, -1).sum(1))
 
 
 def register_cpu_experts() -> None:
@@ -78,7 +79,9 @@ def register_cpu_experts() -> None:
 
 
 def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, tokens_E: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return x `[P, in]`, `tokens_E` rows for each expert in turn, through weight `[E, out, in]`: `[P, out]`."""
+    """Return the product `[P, out]` of x `[P, in]`, of which the first `tokens_E[0]` rows belong to expert 0 and so
+    on, and the experts' weights `[E, out, in]`.
+    """
     return torch.cat(
         [
             linear(rows, weight[expert], None if bias is None else bias[expert], dtype)

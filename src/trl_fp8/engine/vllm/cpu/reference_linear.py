@@ -1,14 +1,15 @@
 """Linear layers of a CPU engine: a row's bits do not depend on the batch, and weights stay as they were loaded.
 
-vLLM's own kernels for block-FP8 need AMX or leave activations unquantized. Those for unquantized layers pack weights
-for the host's instruction set: a sync could not write there, nor an audit read back. And all of them, torch's too, add
-in FP32 in an order that depends on the number of rows, on shards and on the host.
+vLLM's own kernels for block-FP8 need AMX or leave activations unquantized. Its kernels for unquantized layers pack
+weights for the host's instruction set, so a sync could not write them and an audit could not read them back. And all
+of these kernels, torch's included, add in FP32 in an order that depends on the number of rows, on shards and on the
+host.
 
 Here every product is added in FP64. Two orders of one sum then differ by about 2^-53 of its largest terms, and BF16
-keeps 2^-8: the order shows after rounding only if the sum is that close to a tie, about one sum in 2^40. Products of
-BF16 numbers are exact in FP64, and so are their sums, as long as the products span less than 2^25.
+keeps 2^-8. So the order shows after rounding only if the sum is that close to a tie, which is about one sum in 2^40.
+Products of BF16 numbers are exact in FP64, and so are sums of 4096 of them with exponents at most 25 apart.
 
-Weights are converted in blocks that stay in a core's cache: a decode step still reads the BF16 weights from memory
+Weights are converted in blocks that stay in a core's cache. So a decode step still reads the BF16 weights from memory
 only once, and a vocabulary of 150,000 needs no FP64 copy.
 """
 
@@ -31,25 +32,25 @@ from trl_fp8.quantization.codec.e4m3 import E8M0, e4m3_values
 from trl_fp8.upstream.patches import patch
 
 
-BLOCK_BYTES = 2 * 2**20  # of FP64 weights; larger blocks do not fit a core's L2 cache
+BLOCK_BYTES = 2 * 2**20  # size of a block of FP64 weights; larger blocks do not fit into a core's L2 cache
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x @ weight.T + bias` of x `[..., K]`, weight `[N, K]` and bias `[N]`, rounded once to `dtype` or x's."""
     rows = _rows_per_block(weight)
-    # slices, because a compiler cannot trace `split` of vLLM's parameters
+    # Slices, because a compiler cannot trace `split` of vLLM's parameters
     blocks = [weight[start : start + rows] for start in range(0, len(weight), rows)]
-    return _added_wide(x, blocks, bias, dtype or x.dtype)
+    return _sum_fp64(x, blocks, bias, dtype or x.dtype)
 
 
-def _added_wide(x: Tensor, weights: Iterable[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return `linear` `[..., N]` of x `[..., K]`, with a weight in blocks of rows `[n, K]`."""
+def _sum_fp64(x: Tensor, weights: Iterable[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return x `[..., K]` times a weight in blocks of rows `[n, K]`, plus bias, as `linear` does."""
     wide = x.double()
     parts = []
     start = 0
-    for rows in weights:
-        stop = start + len(rows)
-        part = wide @ rows.double().T
+    for block in weights:
+        stop = start + len(block)
+        part = wide @ block.double().T
         parts.append((part if bias is None else part.add_(bias[start:stop])).to(dtype))
         start = stop
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -75,7 +76,7 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
             e4m3_values(codes.view(len(scales), rows, -1, columns), scales[:, None, :, None]).view(codes.shape)
             for codes, scales in zip(B.split(height * rows), Bs.split(height), strict=True)
         )
-        return _added_wide(x, weights, None, self.config.out_dtype)
+        return _sum_fp64(x, weights, None, self.config.out_dtype)
 
 
 class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
@@ -85,8 +86,8 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        # One scale per token, as on a GPU for vLLM's CUTLASS kernel; vLLM's default on CPU is one per batch, which no
-        # trainer can follow
+        # One scale per token, as for vLLM's CUTLASS kernel on a GPU. vLLM's default on CPU is one scale per batch,
+        # which no trainer can follow
         self.quant_fp8 = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
 
     @classmethod
@@ -96,14 +97,14 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
     def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape) -> Tensor:
         """A: codes [T, K], B: codes [K, N], As: scales [T, 1], Bs: scale [], bias: [N] or None -> [..., N]."""
         weights = (e4m3_values(codes, Bs) for codes in B.t().split(_rows_per_block(B.t())))
-        return _added_wide(e4m3_values(A, As), weights, bias, out_dtype).view(output_shape)
+        return _sum_fp64(e4m3_values(A, As), weights, bias, out_dtype).view(output_shape)
 
 
 class ReferenceMxfp8Kernel(Mxfp8LinearKernel):
     """`y = dequantize(x) @ dequantize(w).T + bias`, summed in fp64 and rounded once.
 
-    `x` is quantized as it is for vLLM's kernels on Blackwell. vLLM's own emulation leaves it in BF16, and multiplies
-    in BF16.
+    `x` is quantized as for vLLM's kernels on Blackwell. vLLM's own emulation leaves `x` in BF16 and multiplies in
+    BF16.
     """
 
     is_supported = ReferenceFp8BlockKernel.is_supported
@@ -120,7 +121,7 @@ class ReferenceMxfp8Kernel(Mxfp8LinearKernel):
         codes, scale = mxfp8_e4m3_quantize(x.reshape(-1, x.shape[-1]).contiguous())
         rows = _rows_per_block(layer.weight)
         blocks = zip(layer.weight.split(rows), layer.weight_scale.split(rows), strict=True)
-        product = _added_wide(_mx_values(codes, scale), (_mx_values(*block) for block in blocks), bias, x.dtype)
+        product = _sum_fp64(_mx_values(codes, scale), (_mx_values(*block) for block in blocks), bias, x.dtype)
         return product.view(*x.shape[:-1], -1)
 
 

@@ -1,4 +1,4 @@
-"""Pictures, tables and pages of runs, from plain data: a summary, a log history, a run's file.
+"""Pictures, tables and pages of runs, made from plain data: a summary, a log history, a run's file.
 
-What was not measured is left out: a missing row, panel or picture is never a zero.
+What was not measured is left out. It is never shown as a zero.
 """

@@ -1,4 +1,4 @@
-"""Figures without a global state: PNGs for slides, and SVGs for a page."""
+"""Figures without global state: PNGs for slides, and SVGs for a page."""
 
 from io import StringIO
 from pathlib import Path
@@ -15,25 +15,27 @@ except ModuleNotFoundError as error:
 
 RAW, TREND, MARK = "#9ecae1", "#08519c", "#d94801"
 SERIES = ("#08519c", "#d94801", "#31844a", "#7b3f98", "#a07800", "#555555")
-DOTS = "#3d85c8"  # of what is drawn in pixels: seen on white and on black
-TITLE = 12  # points above the axes and their highest tick
-STYLES = ("-", "--", ":")  # of lines beyond the first six
+DOTS = "#3d85c8"  # visible on white and on black; for dots drawn as pixels, which a dark page cannot recolour
+TITLE = (
+    12  # points at the top of a figure that have its title, above the highest tick label; `inline_svg` cuts them off
+)
+STYLES = ("-", "--", ":")  # the first six lines have the first style, the next six the second
 
 
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of `width` x `height` inches."""
     figure = Figure(figsize=(width, height), dpi=125, layout="constrained")
-    FigureCanvasAgg(figure)  # a canvas of its own: no global backend, no open figure of the caller's is touched
+    FigureCanvasAgg(figure)  # a canvas for this figure alone: matplotlib's global backend and figures stay untouched
     return figure
 
 
 def new_axes() -> Axes:
-    """Return the only axes of a figure as wide as a phone, on which its letters can be read."""
+    """Return the only axes of a new figure, which is as wide as a phone and can be read there."""
     return new_figure(4.4, 2.9).subplots()
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a PNG; its folder is made."""
+    """Write a PNG, and make its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
@@ -41,18 +43,19 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def inline_svg(figure: Figure, name: str) -> str:
-    """Return an `<svg>` element for a page, with a `name` unique there. Letters stay letters, in the page's font.
+    """Return an `<svg>` element for a page, without the title, which the page has. `name` is unique on the page.
 
-    The title is left to the page. The layout is the one that `save` has found, which takes most of the time.
+    Text stays text, in the page's font. `save` has to come first: its layout is used again, because finding a layout
+    takes most of the time.
     """
     figure.set_layout_engine("none")
     for axes in figure.axes:
         axes.set_title("", loc="left")
-    for number, artist in enumerate(figure.findobj()):  # matplotlib's own names are the same in every picture
+    for number, artist in enumerate(figure.findobj()):  # matplotlib's own ids are the same in every picture
         artist.set_gid(f"{name}-{number}")
     width, height = figure.get_size_inches()
     written = StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # the salt is for ids of parts that many share
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # the salt makes ids of shared parts unique
         figure.savefig(
             written,
             format="svg",
@@ -65,7 +68,9 @@ def inline_svg(figure: Figure, name: str) -> str:
 
 
 def tidy(axes: Axes, title: str, x: str, y: str = "", legend: str | None = None) -> Figure:
-    """Add labels, a legend at that place and a light grid; remove the frame above and right. Return the figure."""
+    """Add title, labels, a light grid and a legend at the place `legend`, if set. Remove the frame above and right.
+    Return the figure.
+    """
     axes.set_title(title, fontsize=11, loc="left")
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)

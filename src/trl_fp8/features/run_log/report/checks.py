@@ -1,4 +1,4 @@
-"""Checks of a run: the few questions that a report answers first."""
+"""Checks of a run: the questions that a report answers first."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from .results import duration, mismatch_key
 
 @dataclass(frozen=True)
 class Check:
-    """One answer; `fine` is False where the reader should look."""
+    """A question with its answer. `fine` is False if the reader should look at it."""
 
     fine: bool
     question: str
@@ -21,11 +21,12 @@ class Check:
 
 def checks(run: Run) -> list[Check]:
     """Return the checks that the run's file has data for."""
-    return [check for ask in (_delivered, _mismatch, _healthy, _saturated, _dead, _sync_share) for check in ask(run)]
+    return [*_delivered(run), *_mismatch(run), *_healthy(run), *_saturated(run), *_dead(run), *_sync_share(run)]
 
 
 def _delivered(run: Run) -> Iterator[Check]:
-    if audited := _logged(run, "fp8/audited_tensors"):
+    audited = _logged(run, "fp8/audited_tensors")
+    if audited:
         fewest = int(min(audited))
         answer = (
             f"After each of {len(audited):,} logged syncs, {fewest:,} tensors were read back from the engine and "
@@ -35,14 +36,18 @@ def _delivered(run: Run) -> Iterator[Check]:
 
 
 def _mismatch(run: Run) -> Iterator[Check]:
-    if key := mismatch_key(run):
+    key = mismatch_key(run)
+    if key is not None:
         first, last = ends(run.logs, key)
         grows = first is not None and len(_logged(run, key)) >= 2 * LAST and last.mean > 2 * first.mean
         answer = "For the same token their log-probs differ by "
-        answer += f"{first.mean:.3g} nats on average in {first.steps}, and by " if first else ""
+        if first:
+            answer += f"{first.mean:.3g} nats on average in {first.steps}, and by "
         answer += f"{last.mean:.3g} nats in {last.steps}."
-        answer += " It more than doubled." if grows else ""
-        explained, unexplained = (_logged(run, f"mismatch/{part}explained_k3") for part in ("", "un"))
+        if grows:
+            answer += " It more than doubled."
+        explained = _logged(run, "mismatch/explained_k3")
+        unexplained = _logged(run, "mismatch/unexplained_k3")
         if explained and unexplained:
             answer += f" The FP8 formats explain a k3 of {explained[-1]:.3g}; {unexplained[-1]:.3g} is unexplained."
         yield Check(not grows, "How far apart are engine and trainer?", answer)
@@ -51,11 +56,11 @@ def _mismatch(run: Run) -> Iterator[Check]:
 def _healthy(run: Run) -> Iterator[Check]:
     keys = {key for row in run.logs for key in row if key.startswith(("mismatch/", "correction/"))}
     logged = {key: _logged(run, key) for key in keys}
-    found = {key: fmean(values[-LAST:]) for key, values in logged.items() if values}
-    if found:
+    means = {key: fmean(values[-LAST:]) for key, values in logged.items() if values}
+    if means:
         warnings = {}
         for registration in registrations():
-            warnings |= registration.warnings(found, run.facts)
+            warnings |= registration.warnings(means, run.facts)
         steps = min(LAST, max(map(len, logged.values())))
         over = f"Over the last {steps} logged steps" if steps > 1 else "In the one logged step"
         fine = f"{over} all its metrics are within the thresholds of the warnings."
@@ -63,23 +68,24 @@ def _healthy(run: Run) -> Iterator[Check]:
 
 
 def _saturated(run: Run) -> Iterator[Check]:
-    if shares := _logged(run, "fp8/kv_saturation_fraction"):
+    shares = _logged(run, "fp8/kv_saturation_fraction")
+    if shares:
         most = max(shares)
-        answer = (
-            f"In the worst step {100 * most:.2g}% of the cached keys and values were larger than their FP8 scale "
-            "allows, and were clipped to it."
-            if most
-            else "No cached key or value was larger than its FP8 scale allows."
-        )
+        answer = "No cached key or value was larger than its FP8 scale allows."
+        if most:
+            answer = (
+                f"In the worst step {100 * most:.2g}% of the cached keys and values were larger than their FP8 scale "
+                "allows, and were clipped to it."
+            )
         yield Check(most < 1e-3, "Did the KV cache hold its values?", answer)
 
 
 def _dead(run: Run) -> Iterator[Check]:
-    if blocks := _logged(run, "fp8/dead_blocks"):
+    blocks = _logged(run, "fp8/dead_blocks")
+    if blocks:
         most = int(max(blocks))
-        count = f"{most:,} blocks of weights" if most != 1 else "One block of weights"
-        answer = f"{count} had become as good as zero." if most else "No block of weights had become as good as zero."
-        yield Check(not most, "Are all weights alive?", answer)
+        count = {0: "No block", 1: "One block"}.get(most, f"{most:,} blocks")
+        yield Check(not most, "Are all weights alive?", f"{count} of weights had become as good as zero.")
 
 
 def _sync_share(run: Run) -> Iterator[Check]:

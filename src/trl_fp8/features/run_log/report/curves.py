@@ -1,4 +1,4 @@
-"""Logged values over the steps: a panel each, a line a run."""
+"""Logged values over the steps: one panel per metric, one line per run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,28 +13,32 @@ Curves = Mapping[str, tuple[list[int], list[float]]]  # name of a line -> its st
 
 @dataclass(frozen=True)
 class Panel:
-    """One curve over the steps."""
+    """A metric over the steps."""
 
-    key: str
+    key: str | None  # name under which it was logged; None: `lines_figure` gets the values
     title: str
     unit: str  # label of the axis
-    meaning: str = ""  # for somebody who sees the words for the first time
-    factor: float = 1.0  # from what was logged to `unit`
-    steady: bool = False  # expected to stay put: a median, which one slow step does not move, not a moving mean
+    meaning: str = ""  # a sentence for a first-time reader
+    factor: float = 1.0  # turns the logged value into `unit`
+    steady: bool = False  # expected not to change: shown by its median, which one slow step does not move
 
 
 def panel_figure(runs: Sequence[Run], panel: Panel) -> Figure | None:
-    """Draw a panel of one run, or with a line for each of several. None if none has logged it."""
+    """Draw a metric of one run, or with one line per run. None if no run has logged it."""
     found = {run.name: series(run.logs, panel.key, panel.factor) for run in runs}
     return lines_figure({name: points for name, points in found.items() if points[0]}, panel, list(found))
 
 
 def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure | None:
-    """Draw `curves` under the title of `panel`, in the colours of their places in `names`. One has no label."""
+    """Draw `curves` under the title of `panel`; a single one in the style of `draw_panel`. None if there is none.
+
+    A curve's place in `names` decides its colour. `names` also has runs without data, so that a run has the same
+    colour in all panels.
+    """
     if not curves:
         return None
     axes = new_axes()
-    if len(names) == 1:
+    if len(names) == 1:  # so this is the only curve, too
         return draw_panel(axes, panel, *curves[names[0]])
     window = max(5, max(len(steps) for steps, _ in curves.values()) // 10)
     for name, (steps, values) in curves.items():
@@ -48,7 +52,7 @@ def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure |
 
 
 def draw_panel(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> Figure:
-    """Draw one curve, with its median if it is steady, else with its moving mean."""
+    """Draw one curve with its median if the metric is steady, else with its moving mean."""
     middle = median(values)
     window = max(5, len(values) // 10)
     marker = "." if len(values) <= 100 else None
@@ -61,16 +65,19 @@ def draw_panel(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[
 
 
 def _finish(axes: Axes, panel: Panel, values: Sequence[float]) -> Figure:
-    if is_log := min(values) > 0 and max(values) > 10 * median(values):  # one slow step would flatten all others
+    unit = panel.unit
+    if min(values) > 0 and max(values) > 10 * median(values):  # on a linear scale one slow step would flatten the rest
+        unit += ", log scale"
         axes.set_yscale("log", subs=(2, 5))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=min(0.0, 1.1 * min(values)))
-    unit = f"{panel.unit}, log scale" if is_log else panel.unit
     return tidy(axes, panel.title, "step", unit, legend="best")
 
 
 def moving(values: Sequence[float], window: int, middle: Callable[[Sequence[float]], float] = fmean) -> list[float]:
-    """Return the mean, or another `middle`, of each value and the `window - 1` before it; of fewer at the start."""
+    """Return the mean, or another `middle`, over each value and the `window - 1` values before it, as far as they
+    exist.
+    """
     return [middle(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]

@@ -1,6 +1,6 @@
-"""A run, or several, as one HTML file that needs nothing else, with its pictures beside it as PNGs.
+"""The report of one or several runs: one HTML file that needs no other file, and its pictures beside it as PNGs.
 
-Values are gathered here, `report.html.j2` lays them out, and `report.css` says how that looks.
+This module gathers the values, `report.html.j2` lays them out, and `report.css` sets their style.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,22 +18,26 @@ from .results import compared, correction_name, differences, model_name, results
 
 
 def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
-    """Write `folder/report.html` and the pictures in it as PNGs. Names of `runs` differ.
+    """Write `folder/report.html`, and beside it the page's pictures as PNGs. The names of `runs` are unique.
 
     Raises:
         ValueError: A run has logged nothing yet.
     """
     names = [run.name for run in runs]
     assert len(set(names)) == len(names), names
-    if empty := [run.name for run in runs if not run.logs]:
-        raise ValueError(f"RUN={empty[0]!r} has logged nothing yet. Wait for its first step, or set logging_steps=1.")
+    for run in runs:
+        if not run.logs:
+            raise ValueError(
+                f"RUN={run.name!r} has logged nothing yet. Wait for its first step, or set logging_steps=1."
+            )
     folder = Path(folder)
+    run_values = []
+    for number, run in enumerate(runs):
+        run_values.append(_run_values(run, number, folder / run.name if len(runs) > 1 else folder))
     values = {
         "title": ", ".join(names),
         "training": _drawn(training_pictures(runs), folder, "training"),
-        "runs": [
-            _values(run, index, folder / run.name if len(runs) > 1 else folder) for index, run in enumerate(runs)
-        ],
+        "runs": run_values,
         "compared": list(compared(runs)),
         "differences": differences(runs),
     }
@@ -50,44 +54,51 @@ def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
     return path
 
 
-def _values(run: Run, index: int, folder: Path) -> dict[str, Any]:
-    """Return what the template shows of the `index`-th run of the page."""
+def _run_values(run: Run, number: int, folder: Path) -> dict[str, Any]:
+    """Return the template's values of one run, the `number`-th on the page. Write its pictures to `folder`."""
     facts = run.facts
     plan = facts["plan"] or "Nothing is FP8: this run is TRL's own."
+    pictures = {}
+    for heading, heading_pictures in run_pictures(run).items():
+        pictures[heading] = _drawn(heading_pictures, folder, section=f"run{number}")
     return {
         "name": run.name,
-        "color": SERIES[index % len(SERIES)],
+        "color": SERIES[number % len(SERIES)],
         "summary": summary(run),
         "results": results(run),
         "checks": checks(run),
-        "pictures": {
-            heading: _drawn(pictures, folder, f"run{index}") for heading, pictures in run_pictures(run).items()
-        },
-        "facts": _facts(facts),
+        "pictures": pictures,
+        "facts": _fact_rows(facts),
         "plan": plan.replace(facts["model"], model_name(facts)),
         "flags": facts["flags"],
     }
 
 
-def _drawn(pictures: Sequence[Picture], folder: Path, place: str) -> list[dict[str, str]]:
-    """Write each picture that has a figure as a PNG. Return them for the page; titles are unique in a `place`."""
+def _drawn(pictures: Sequence[Picture], folder: Path, section: str) -> list[dict[str, str]]:
+    """Write each picture that has a figure as a PNG. Return title, meaning and SVG of each for the template.
+
+    A `section` of the page has a unique name, and unique titles in it, so ids in the SVGs are unique.
+    """
     drawn = []
     for picture in pictures:
         if picture.figure is not None:
             name = picture.title.lower().replace(" ", "_")
             save(picture.figure, folder / f"{name}.png")
-            svg = inline_svg(picture.figure, f"{place}-{name}")
+            svg = inline_svg(picture.figure, f"{section}-{name}")
             drawn.append({"title": picture.title, "meaning": picture.meaning, "svg": svg})
     return drawn
 
 
-def _facts(facts: Mapping[str, Any]) -> dict[str, str]:
-    experts = f", {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
+def _fact_rows(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the table of facts: label -> text."""
+    in_fp8 = f"{facts['fp8_linears']} linear layers"
+    if facts["fp8_experts"]:
+        in_fp8 += f", {facts['fp8_experts']} layers of experts"
+    kernels = ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items())
     return {
         "Model": model_name(facts),
-        "In FP8": f"{facts['fp8_linears']} linear layers{experts}",
-        "Kernels of the engine": ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items())
-        or "high precision",
+        "In FP8": in_fp8,
+        "Kernels of the engine": kernels or "high precision",
         "Correction": correction_name(facts),
         "Machine": f"{facts['processes']} x {facts['hardware']}",
         "Versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),

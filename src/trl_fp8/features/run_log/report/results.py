@@ -1,4 +1,4 @@
-"""Results of runs in a few figures, each with unit and steps, and the settings in which runs differ."""
+"""The results of a run in a few numbers, each with its unit and steps, and the settings in which runs differ."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from trl_fp8.features.run_log.log_file import Run, ends, series, span
 from trl_fp8.recipe.messages import format_bytes
 
 
-PLACES = ("output_dir", "run_name")  # flags that differ because the runs do
-# Mean absolute log-prob difference of a step; TRL's own where no correction of ours reports
+PLACES = ("output_dir", "run_name")  # flags that differ between any two runs
+# Names of the mean absolute log-prob difference of a step: ours, and TRL's, which is logged without a correction, too
 MISMATCH = ("mismatch/logp_difference_mean", "sampling/sampling_logp_difference/mean")
 
 
 @dataclass(frozen=True)
 class Result:
-    """One figure: what it is called and means, and for one run its value, with more about that."""
+    """One number of a run: its name and meaning, the value with its unit, and a note on the value."""
 
     label: str
     meaning: str
@@ -29,59 +29,67 @@ def results(run: Run) -> list[Result]:
     """Return the results that the run's file has data for."""
     facts = run.facts
     found = []
-    # The two that change as a run goes, at its end and at its beginning
-    of_steps = (
+    # Two metrics that change during a run: their values at its end and at its beginning
+    changing = (
         ("reward", "Final reward", "mean over the completions", ""),
-        (mismatch_key(run), "Mismatch", "mean log-prob difference between engine and trainer", " nats"),
+        (mismatch_key(run), "Mismatch", "mean absolute log-prob difference of engine and trainer", " nats"),
     )
-    for key, label, meaning, unit in of_steps:
-        first, last = ends(run.logs, key) if key else (None, None)
+    for key, label, meaning, unit in changing:
+        if key is None:
+            continue
+        first, last = ends(run.logs, key)
         if last:
-            before = f"; {first.mean:.3g} in {first.steps}" if first else ""
-            found.append(Result(label, meaning, f"{last.mean:.3g}{unit}", f"{last.steps}{before}"))
-    # What a step takes, and what of it the sync
+            at_start = f"; {first.mean:.3g} in {first.steps}" if first else ""
+            found.append(Result(label, meaning, f"{last.mean:.3g}{unit}", f"{last.steps}{at_start}"))
+    # Time of a step, and the share of the sync
     steps, times = series(run.logs, "step_time")
     if times:
-        speed = f"; {rate:,.0f} tokens/s, prompts included" if (rate := _tokens_per_second(run)) else ""
-        note = f"median, {span(steps)}{speed}"
+        note = f"median, {span(steps)}"
+        rate = _tokens_per_second(run)
+        if rate:
+            note += f"; {rate:,.0f} tokens/s, prompts included"
         found.append(Result("Step time", "sampling, scoring, training", duration(median(times)), note))
     steps, syncs = series(run.logs, "fp8/sync_seconds")
     if syncs and times:
         share = median(syncs) / median(times)
         note = f"{duration(median(syncs))}, median, {span(steps)}"
         found.append(Result("Sync", "share of a step: new weights to the engine", f"{share:.1%}", note))
-    # What FP8 makes of the engine's memory
+    # Memory of the engine
     share = f"{facts['fp8_share']:.1%}" if facts["fp8_share"] else "none"
-    sizes = _sizes(facts.get("weight_bytes"))
-    found.append(Result("Weights in FP8", "share of the engine's parameters", share, sizes))
+    found.append(
+        Result("Weights in FP8", "share of the engine's parameters", share, _sizes(facts.get("weight_bytes")))
+    )
     cache = "high precision" if facts["kv_cache_dtype"] == "auto" else "FP8"
-    sizes = _sizes(facts.get("kv_bytes_per_token"), " a token")
-    skipped = f"; not layers {skip}" if (skip := facts.get("kv_cache_skip_layers")) else ""
-    found.append(Result("KV cache", "the engine's memory of past tokens", cache, f"{sizes}{skipped}"))
+    note = _sizes(facts.get("kv_bytes_per_token"), " a token")
+    if facts.get("kv_cache_skip_layers"):
+        note += f"; not layers {facts['kv_cache_skip_layers']}"
+    found.append(Result("KV cache", "the engine's memory of past tokens", cache, note))
     return found
 
 
 def compared(runs: Sequence[Run]) -> Iterator[list[Result | None]]:
-    """Yield rows of results: one for each run, None where it was not measured."""
-    found = [{result.label: result for result in results(run)} for run in runs]
-    for label in dict.fromkeys(label for each in found for label in each):
-        yield [each.get(label) for each in found]
+    """Yield a row for each label: the result of each run, None where it was not measured."""
+    results_by_label = [{result.label: result for result in results(run)} for run in runs]
+    labels = dict.fromkeys(label for run_results in results_by_label for label in run_results)
+    for label in labels:
+        yield [run_results.get(label) for run_results in results_by_label]
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """Return the settings that differ between runs, with their values. An absent flag is `default`."""
+    """Return the settings that differ between runs: name -> the value in each run, `default` for an absent flag."""
     settings = [_settings(run) for run in runs]
-    names = dict.fromkeys(name for each in settings for name in each if name not in PLACES)
-    rows = {name: [str(each.get(name, "default")) for each in settings] for name in names}
+    names = dict.fromkeys(name for run_settings in settings for name in run_settings if name not in PLACES)
+    rows = {name: [str(run_settings.get(name, "default")) for run_settings in settings] for name in names}
     return {name: values for name, values in rows.items() if len(set(values)) > 1}
 
 
 def _settings(run: Run) -> dict[str, Any]:
+    """Return the settings of a run: the user's flags, the model and the machine."""
     facts = run.facts
     shown = {
         "correction of the loss": correction_name(facts),
         "model": model_name(facts),
-        "trained": facts.get("trained", "not recorded"),  # by an older version
+        "trained": facts.get("trained", "not recorded"),  # absent in logs of older versions
         "processes": facts["processes"],
         "hardware": facts["hardware"],
     }
@@ -94,7 +102,7 @@ def mismatch_key(run: Run) -> str | None:
 
 
 def model_name(facts: Mapping[str, Any]) -> str:
-    """Return the model's name without its folder: a page is shown around."""
+    """Return the model's name, of a local path only its last part, because a page may be shown to anybody."""
     model = Path(facts["model"])
     return model.name if model.is_absolute() else str(model)
 
@@ -105,7 +113,7 @@ def summary(run: Run) -> str:
     done = max(row["step"] for row in run.logs)
     planned = facts["flags"].get("max_steps", 0)
     state = "finished" if any("train_runtime" in row for row in run.logs) else "not finished when this was written"
-    steps = f"{done:,} of {planned:,} steps" if planned > done else f"{done:,} step{'s' * (done != 1)}"
+    steps = f"{done:,} of {planned:,} steps" if planned > done else f"{done:,} {'step' if done == 1 else 'steps'}"
     weights = f"FP8 weights ({facts['weight_format']})" if facts.get("weight_format") else "weights in high precision"
     cache = "in high precision" if facts["kv_cache_dtype"] == "auto" else "in FP8"
     sampled = f"vLLM sampled the completions with {weights} and a KV cache {cache}" if facts["plan"] else ""
@@ -124,14 +132,19 @@ def correction_name(facts: Mapping[str, Any]) -> str:
     correction = facts.get("correction")
     if not correction:
         return "none"
-    level, lowest, highest = (correction.get(key) for key in ("level", "bound_min", "bound_max"))
-    bounds = [f"at least {lowest:g}" if lowest else "", f"at most {highest:g}" if highest else ""]
-    limits = " and ".join(filter(None, bounds)) + (", or dropped" if correction.get("bound") == "mask" else "")
-    weights = f"{level}-level importance weights, {limits}" if level else ""
-    rejects = f"{len(correction['reject'])} rejection rules" if correction.get("reject") else ""
-    bypass = "the ratio of the loss itself" if correction.get("bypass") else ""
-    watched = "measured, not applied" if correction.get("monitor_only") else ""
-    return "; ".join(filter(None, (weights, rejects, bypass, watched))) or "none"
+    phrases = []
+    if correction.get("level"):
+        bounds = {"at least": correction.get("bound_min"), "at most": correction.get("bound_max")}
+        limits = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if bound)
+        dropped = ", or dropped" if correction.get("bound") == "mask" else ""
+        phrases.append(f"{correction['level']}-level importance weights, {limits}{dropped}")
+    if correction.get("reject"):
+        phrases.append(f"{len(correction['reject'])} rejection rules")
+    if correction.get("bypass"):
+        phrases.append("the ratio of the loss itself")
+    if correction.get("monitor_only"):
+        phrases.append("measured, not applied")
+    return "; ".join(phrases) or "none"
 
 
 def duration(seconds: float) -> str:
@@ -141,18 +154,25 @@ def duration(seconds: float) -> str:
 
 
 def _tokens_per_second(run: Run) -> float | None:
-    """Return the rate of prompts' and completions' tokens of all processes, after the first logged step."""
+    """Return the tokens per second of all processes, prompts and completions, after the first logged step."""
     steps, tokens = series(run.logs, "num_tokens")
-    timed, seconds = series(run.logs, "step_time")
+    timed_steps, step_seconds = series(run.logs, "step_time")
     if len(steps) < 2:
         return None
-    intervals = zip(timed, timed[1:], seconds[1:], strict=False)  # times are means over what was logged at once
-    spent = sum((step - before) * each for before, step, each in intervals if steps[0] < step <= steps[-1])
-    return (tokens[-1] - tokens[0]) / spent if spent else None
+    seconds = 0.0
+    # A logged time is the mean over the steps since the log before
+    for before, step, mean_seconds in zip(timed_steps, timed_steps[1:], step_seconds[1:], strict=False):
+        if steps[0] < step <= steps[-1]:
+            seconds += (step - before) * mean_seconds
+    return (tokens[-1] - tokens[0]) / seconds if seconds else None
 
 
 def _sizes(sizes: tuple[int, int] | None, each: str = "") -> str:
+    """Return a phrase such as `72 KiB a token; 144 KiB in BF16`.
+
+    `sizes` are bytes in BF16 and bytes in the engine; `each` is ` a token` here.
+    """
     if not sizes:
         return ""
-    before, after = map(format_bytes, sizes)
-    return f"{after}{each}; {before} in BF16" if before != after else f"{after}{each}"
+    in_bf16, in_engine = map(format_bytes, sizes)
+    return f"{in_engine}{each}; {in_bf16} in BF16" if in_bf16 != in_engine else f"{in_engine}{each}"

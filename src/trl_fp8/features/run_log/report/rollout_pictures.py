@@ -1,18 +1,21 @@
 """Pictures of the rollouts: how far engine and trainer disagreed, and the scales of the FP8 KV cache."""
 
 from collections.abc import Callable
-from math import exp, isnan, log2, nan
+from itertools import pairwise
+from math import exp, isfinite, isnan, log2, nan
 from statistics import fmean
 
 from trl_fp8.features.run_log.log_file import Run
 from trl_fp8.features.run_log.report.canvas import DOTS, MARK, RAW, TREND, Figure, new_axes, new_figure, tidy
 
 
-POINTS = 4000  # of the scatter
+POINTS = 4000  # drawn in the picture of log-probs, at most
 
 
 def ratio_figure(run: Run) -> Figure | None:
-    """Draw the histogram of pi_trainer / pi_rollout, of all tokens and the last quarter's. None without data."""
+    """Draw the histogram of pi_trainer / pi_rollout, over all generations and over their last quarter. None without
+    data.
+    """
     rows = [row for row in run.rollouts if "log_ratio_counts" in row]
     if not rows:
         return None
@@ -21,7 +24,9 @@ def ratio_figure(run: Run) -> Figure | None:
     counts = [sum(column) for column in zip(*recorded, strict=True)]
     late = [sum(column) for column in zip(*recorded[-max(1, len(recorded) // 4) :], strict=True)]
     width = 2 * limit / (len(counts) - 2)
-    ratios = [exp(-limit + (index - 0.5) * width) for index in range(len(counts))]  # the outer two: beyond the limit
+    # The first and the last bin have what is beyond the limit. The others divide [-limit, limit] evenly, and each is
+    # drawn at its centre
+    ratios = [exp(-limit + (index - 0.5) * width) for index in range(len(counts))]
     axes = new_axes()
     axes.step(ratios, counts, where="mid", color=TREND, linewidth=1, label=f"all {sum(counts):,}")
     axes.fill_between(ratios, counts, step="mid", color=RAW, alpha=0.6)
@@ -44,7 +49,8 @@ def log_prob_figure(run: Run) -> Figure | None:
     """Draw the log-probs of the latest rollouts' tokens, trainer against engine. None without data."""
     pairs: list[list[float]] = []
     for row in reversed(run.rollouts):
-        pairs += row.get("log_probs", [])
+        # A log-prob of -inf has no place on the axes
+        pairs += [pair for pair in row.get("log_probs", []) if all(map(isfinite, pair))]
         if len(pairs) >= POINTS:
             break
     if not pairs:
@@ -59,19 +65,28 @@ def log_prob_figure(run: Run) -> Figure | None:
 
 
 def position_figure(run: Run) -> Figure | None:
-    """Draw the k3 estimate of KL(rollout, trainer) by position, first and second half of the run."""
+    """Draw the k3 estimate of KL(rollout || trainer) by position in the completion. The two halves of the run have
+    bars side by side. None without data.
+    """
     prefix = "mismatch/k3_kl/position_"
     rows = [row for row in run.logs if any(key.startswith(prefix) for key in row)]
     if not rows:
         return None
     bins = {key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)}
-    bins = sorted(bins, key=lambda name: int(name.rstrip("+").partition("-")[0]))
+    bins = sorted(bins, key=lambda name: int(name.rstrip("+").partition("-")[0]))  # names such as 0-15 or 16384+
     axes = new_axes()
-    halves = {"first half of the run": rows[: len(rows) // 2], "second half": rows[len(rows) // 2 :]}
-    for shift, color, (label, part) in zip((-0.2, 0.2), (RAW, TREND), halves.items(), strict=True):
-        found = [[row[prefix + name] for row in part if prefix + name in row] for name in bins]
-        means = {index: fmean(values) for index, values in enumerate(found) if values}
-        axes.bar([index + shift for index in means], list(means.values()), width=0.4, color=color, label=label)
+    width = 0.4
+    middle = len(rows) // 2
+    parts = [
+        ("first half of the run", rows[:middle], RAW, -width / 2),
+        ("second half", rows[middle:], TREND, width / 2),
+    ]
+    if not middle:
+        parts = [("the only logged step", rows, TREND, 0)]
+    for label, part, color, offset in parts:
+        by_bin = [[row[prefix + name] for row in part if prefix + name in row] for name in bins]
+        means = {index: fmean(values) for index, values in enumerate(by_bin) if values}
+        axes.bar([index + offset for index in means], list(means.values()), width=width, color=color, label=label)
     axes.set_xticks(range(len(bins)), bins)
     axes.margins(y=0.45)  # room above the bars for the legend
     return tidy(
@@ -80,45 +95,58 @@ def position_figure(run: Run) -> Figure | None:
 
 
 def scales_figure(run: Run) -> Figure | None:
-    """Draw log2 of the scales of q, k and v, blank in layers without any. None if the KV cache was not FP8."""
+    """Draw log2 of the scales of q, k and v, blank in layers that have none. None if the KV cache was not FP8."""
     return _heatmaps(
         run, "kv_scales", "qkv", "Scales of the KV cache", "log2 of the scale", lambda scale: log2(scale or nan)
     )
 
 
 def saturation_figure(run: Run) -> Figure | None:
-    """Draw the share of k and v that their scale did not hold. None if it was not measured or is zero."""
-    if not any(share for row in run.rollouts for layer in row.get("kv_saturation", ()) for share in layer):
+    """Draw the share of k and v that was clipped. None if it was not measured or is zero throughout."""
+    key = "kv_saturation"
+    if not any(share for row in run.rollouts for layer_shares in row.get(key, ()) for share in layer_shares):
         return None
-    return _heatmaps(run, "kv_saturation", "kv", "Clipped keys and values", "share of elements", float)
+    return _heatmaps(run, key, "kv", "Clipped keys and values", "share of elements", float)
 
 
 def _heatmaps(
-    run: Run, key: str, names: str, title: str, label: str, shown: Callable[[float], float]
+    run: Run, key: str, letters: str, title: str, label: str, shown: Callable[[float], float]
 ) -> Figure | None:
-    """Draw a map for each of `names`: layers upwards, steps to the right, with one colour bar for all."""
-    rows = [row for row in run.rollouts if key in row]
-    if not rows:
+    """Draw a map for each letter of `letters`: layers upwards, steps to the right, with one colour bar for all.
+
+    `run.rollouts` has values `[layer][letter]` under `key`, of which the map has `shown(value)`.
+    """
+    by_step = {row["step"]: row for row in run.rollouts if key in row}  # the last generation of a step counts
+    if not by_step:
         return None
-    steps = [row["step"] for row in rows]
+    rows = list(by_step.values())
     layers = len(rows[0][key])
-    maps = [[[shown(row[key][layer][i]) for row in rows] for layer in range(layers)] for i in range(len(names))]
-    every = [value for one in maps for layer in one for value in layer if not isnan(value)]
-    figure = new_figure(4.4, 0.8 + len(names) * min(1.6, 0.7 + 0.03 * layers))
-    drawn = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
-    edge = (steps[-1] - steps[0]) / max(1, 2 * (len(steps) - 1)) or 0.5
-    extent = (steps[0] - edge, steps[-1] + edge, -0.5, layers - 0.5)
-    look = {"aspect": "auto", "origin": "lower", "interpolation": "none", "cmap": "viridis"}
-    for axes, name, values in zip(drawn, names, maps, strict=True):
-        image = axes.imshow(values, extent=extent, vmin=min(every), vmax=max(every), **look)
-        axes.set_ylabel(f"{name}, layer", fontsize=9)
+    maps = []  # for each letter the values [layer][step]
+    for column in range(len(letters)):
+        maps.append([[shown(row[key][layer][column]) for row in rows] for layer in range(layers)])
+    drawn = [value for one_map in maps for layer_values in one_map for value in layer_values if not isnan(value)]
+    figure = new_figure(4.4, 0.8 + len(letters) * min(1.6, 0.7 + 0.03 * layers))
+    all_axes = figure.subplots(len(letters), 1, sharex=True, squeeze=False)[:, 0]
+    layer_edges = [layer - 0.5 for layer in range(layers + 1)]
+    look = {"vmin": min(drawn), "vmax": max(drawn), "cmap": "viridis", "rasterized": True}
+    for axes, letter, values in zip(all_axes, letters, maps, strict=True):
+        mesh = axes.pcolormesh(_edges(list(by_step)), layer_edges, values, **look)
+        axes.set_ylabel(f"{letter}, layer", fontsize=9)
         axes.tick_params(labelsize=9)
         axes.yaxis.get_major_locator().set_params(integer=True)
-    drawn[0].set_title(title, fontsize=11, loc="left")
-    drawn[-1].set_xlabel("step", fontsize=9)
-    drawn[-1].xaxis.get_major_locator().set_params(integer=True)
-    bar = figure.colorbar(image, ax=drawn, shrink=0.9)
+    all_axes[0].set_title(title, fontsize=11, loc="left")
+    all_axes[-1].set_xlabel("step", fontsize=9)
+    all_axes[-1].xaxis.get_major_locator().set_params(integer=True)
+    bar = figure.colorbar(mesh, ax=all_axes, shrink=0.9)
     bar.set_label(label, fontsize=9)
     bar.ax.tick_params(labelsize=9)
     bar.solids.set_rasterized(True)
     return figure
+
+
+def _edges(steps: list[int]) -> list[float]:
+    """Return the borders of columns at `steps`, which need not be evenly spaced: halfway between neighbours."""
+    if len(steps) == 1:
+        return [steps[0] - 0.5, steps[0] + 0.5]
+    middles = [(left + right) / 2 for left, right in pairwise(steps)]
+    return [2 * steps[0] - middles[0], *middles, 2 * steps[-1] - middles[-1]]

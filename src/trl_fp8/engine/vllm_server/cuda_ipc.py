@@ -1,0 +1,77 @@
+"""A policy's bytes on a GPU, which the workers of a server on the same host open by CUDA IPC.
+
+The handle travels as JSON, where vLLM's own IPC transfer has pickled objects. It has never run: no GPU was at hand.
+"""
+
+from collections.abc import Iterator
+from inspect import signature
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from .staging import Table, views
+
+
+# Parameters of `rebuild_cuda_tensor` that a handle consists of; others are the same for each buffer of bytes
+HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
+NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
+
+
+def gpu_of(tensor: torch.Tensor) -> str:
+    """Return the UUID of a tensor's GPU; empty for the CPU."""
+    return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else ""
+
+
+def gpu_index(gpu: str) -> int | None:
+    """Return the index that a GPU has in this process; None if the process does not see it."""
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == gpu:
+            return index
+    return None
+
+
+def why_unreached(transport: str, gpu: str, device: torch.device) -> str:
+    """Return why the worker on `device` gets no policy from the trainer's GPU, and the remedy; empty if it does.
+
+    `gpu`: its UUID; empty if the policy is on a CPU.
+    """
+    index = gpu_index(gpu)
+    if transport == "cuda_ipc" and index is None:
+        other = "broadcast" if device.type == "cuda" else "auto"
+        return f"does not see the trainer's GPU {gpu}. Start the server where it does, or set {other!r}"
+    if transport == "broadcast" and gpu and device.type != "cuda":
+        return "has no GPU, which NCCL needs. Set 'auto'"
+    if transport == "broadcast" and index is not None and index == device.index:
+        return "computes on the trainer's GPU, and NCCL takes no two ranks on one. Set 'cuda_ipc'"
+    return ""
+
+
+def exported(staged: torch.Tensor) -> dict:
+    """Return a handle of a buffer of bytes on a GPU, for one reader: torch counts one for each call."""
+    _, arguments = reduce_tensor(staged)
+    found = dict(zip(signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
+    handle = {"gpu": gpu_of(staged), "bytes": staged.numel()} | {name: found[name] for name in NUMBERS}
+    return handle | {name: found[name].hex() for name in HANDLES}
+
+
+def imported(handle: dict, index: int) -> torch.Tensor:
+    """Return the buffer of a handle from another process, on the GPU with this index."""
+    found = {name: handle[name] for name in NUMBERS} | {name: bytes.fromhex(handle[name]) for name in HANDLES}
+    return rebuild_cuda_tensor(
+        tensor_cls=torch.Tensor,
+        tensor_size=(handle["bytes"],),
+        tensor_stride=(1,),
+        storage_cls=torch.storage.TypedStorage,
+        dtype=torch.uint8,
+        storage_device=index,
+        requires_grad=False,
+        **found,
+    )
+
+
+def opened_tensors(table: Table, handle: dict) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor by its name, in the trainer's memory. The trainer writes there only after `fp8_state`."""
+    index = gpu_index(handle["gpu"])
+    if index is None:
+        raise RuntimeError(f"this worker does not see the trainer's GPU {handle['gpu']}.")
+    yield from views(imported(handle, index), table).items()

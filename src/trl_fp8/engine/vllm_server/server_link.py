@@ -1,0 +1,327 @@
+"""`ServerLink`: one vLLM server of a trainer: how it computes, what its workers hold, and what is pushed to them."""
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from trl_fp8.engine.vllm.part import EnginePart
+from trl_fp8.recipe.from_model import caches_of, persistent_buffers
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.outline import kv_layers
+from trl_fp8.recipe.recipe import FP8Recipe
+
+from .client import ServerGone
+from .cuda_ipc import gpu_of
+from .served_model import (
+    differences,
+    require_cache,
+    require_numbers,
+    require_scale_format,
+    require_tensors,
+    shapes_beside,
+)
+from .staging import PatchFile, StagingFile
+from .transports import Bodies, Broadcast, CudaIpc, Folder, Transport
+from .weight_patches import Patch
+
+
+logger = logging.getLogger(__name__)  # of the one rank that talks to servers
+
+
+class Control(Protocol):
+    """A client of a server. Each method raises `RuntimeError` if the server refuses, `ServerGone` if none answers."""
+
+    base_url: str
+
+    def wait_until_up(self, seconds: float) -> None: ...
+    def rpc(self, method: str, *args: object) -> list[dict]: ...  # the answer of each worker
+    def init_weight_transfer_engine(self, init_info: dict) -> None: ...
+    def start_weight_update(self) -> None: ...
+    def update_weights(self, update_info: dict) -> None: ...
+    def finish_weight_update(self, weight_version: str) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def reset_prefix_cache(self) -> bool: ...
+    def upload(self, kind: str, offset: int, size: int, chunk: bytes) -> str: ...  # raises `OSError` without room
+
+
+@dataclass(frozen=True)
+class Push:
+    """The policy of one sync, as all servers get it."""
+
+    file: StagingFile  # holds the whole policy of `version`
+    staged: torch.Tensor  # the same bytes, on the policy's device
+    version: int
+    kv_scales: list[list[float]] | None
+    patch: Patch | None = None  # turns version `base` into `version`; None: all has to be sent
+    base: int | None = None
+
+
+class ServerLink:
+    """One server. `ValueError` if its tensors are not those of policy and recipe. Waits `patience` seconds for it."""
+
+    def __init__(
+        self,
+        control: Control,
+        policy: nn.Module,
+        recipe: FP8Recipe,
+        patience: float,
+        parts: Sequence[EnginePart] = (),
+        transport: str = "auto",
+    ):
+        self.control, self._policy, self._recipe, self._parts = control, policy, recipe, parts
+        self._transport_flag = transport
+        self.base_url = control.base_url
+        self.states: list[dict] = []  # of the workers, as they were last asked
+        self.constants: list[list[str]] = []  # checksums of buffers that no sync writes, by worker
+        self.patch: Patch | None = None  # of the latest push; None: all was sent
+        # The version that the workers hold, as an audit has shown; None: not known. `resume` sets it, because a caller
+        # resumes only after its audit has passed
+        self.proven: int | None = None
+        self.latest_version = 0  # that any trainer had sent when the workers were described last
+        self._version = 0  # of the latest push
+        self._paused_at: float | None = None
+        self._instances: list[str] | None = None  # of the workers that know the staged file
+        self._states_are_fresh = False  # push() has just asked for states, so sums() need not ask again
+        self._answering: list[str] = []  # instances of the workers that were described last
+        self.described = self._describe(patience)
+        self.transport: Transport | None = None
+        self._patches: Transport | None = None  # which brings patches; with "auto" it is `transport`
+
+    def _describe(self, patience: float) -> dict:
+        """Return how the workers compute and which tensors they hold, all of them the same ones."""
+        self.control.wait_until_up(patience)
+        buffers = [self._recipe.engine_name(name) for name, _ in persistent_buffers(self._policy)]
+        answers = self.control.rpc("fp8_describe", sorted(self._recipe.linears), buffers)
+        self._answering = [answer.pop("instance") for answer in answers]
+        self.latest_version = max(answer.pop("latest_version") for answer in answers)
+        first = answers[0]
+        for rank, answer in enumerate(answers):
+            different = differences(first, answer)
+            if different:
+                raise RuntimeError(
+                    f"worker {rank} of {self.base_url} differs from the first one: {different}. Start the server "
+                    "again."
+                )
+        beside = shapes_beside(self.base_url, self._parts, first["added"])
+        require_tensors(self.base_url, self._policy, self._recipe, first["tensors"], beside)
+        require_scale_format(self.base_url, self._recipe, first["scale_format"])
+        require_cache(self.base_url, set(self._cached_layers()), self._recipe, first["fp8_cache"])
+        require_numbers(self.base_url, self._policy, first["numbers"])
+        return first
+
+    def _cached_layers(self) -> list[int]:
+        """Return the layers whose k and v are in a cache, if the recipe's cache is FP8."""
+        return list(kv_layers(caches_of(self._policy.config.get_text_config()))) if self._recipe.fp8_kv_cache else []
+
+    def receive(self, push: Push, patience: float) -> None:
+        """Let the workers copy a push. They generate nothing until `resume`. Wait `patience` seconds for a server."""
+        proven, self.proven = self.proven, None
+        is_known = self.connect(push, patience)
+        self.patch = push.patch if is_known and proven is not None and proven == push.base else None
+        with self.sent(push) as sent:
+            self.begin()
+            self.push(push, sent)
+
+    @contextmanager
+    def sent(self, push: Push) -> Iterator[dict]:
+        """Yield where the workers find the patch. Without a patch, or without room for it, yield where they find the
+        whole policy.
+        """
+        with ExitStack() as transfer:
+            patch, sent = self.patch, {}
+            if patch is not None:
+                try:
+                    path = transfer.enter_context(self.transport.patch(push.file, patch.body))
+                    sent["patch"] = {"file": path, "size": len(patch.body), "sha256": patch.sha256}
+                    sent["patch"] |= {"counts": patch.counts, "base": push.base}
+                except OSError as error:
+                    logger.warning(
+                        f"a patch of {len(patch.body)} bytes was not written ({error}): all is sent instead."
+                    )
+                    self.patch = None
+            if self.patch is None:
+                sent["whole"] = transfer.enter_context(self.transport.whole(push.file, push.staged))
+            yield sent
+
+    def begin(self) -> None:
+        """Pause the server, whose workers hold no whole policy from now on."""
+        if self._paused_at is None:  # a repeated push is already paused: keep its first start
+            self._paused_at = time.perf_counter()
+        self.control.pause()
+        self.control.start_weight_update()
+
+    def push(self, push: Push, sent: dict) -> None:
+        """Let the workers copy what is sent (`self.sent`).
+
+        `RuntimeError` if a worker has an error, or holds another version now; with a patch, also if it held something
+        else before.
+        """
+        self._version = push.version
+        self._states_are_fresh = False
+        update = {"trainer": push.file.path, "version": push.version, "kv_scales": push.kv_scales}
+        self.control.update_weights(update | sent)
+        self.control.finish_weight_update(weight_version=str(push.version))
+        self._ask()
+        self._states_are_fresh = True
+        self._require_version()
+        different = sorted({name for state in self.states for name in state["differ"]})
+        if different and "patch" in sent:
+            raise RuntimeError(f"{self.base_url}: tensors had changed before a patch came: {listed(different, 4)}.")
+
+    def choose_transport(self, file: StagingFile, staged: torch.Tensor) -> None:
+        """Let the workers read the trainer's files, or what they get in HTTP bodies if they do not see those.
+
+        With another flag than "auto", that transport brings whole policies, and files or bodies bring only patches.
+        `ValueError` if a worker cannot be reached by it.
+        """
+        flag = self._transport_flag
+        reached = [] if flag == "auto" else self.control.rpc("fp8_reaches", flag, gpu_of(staged))
+        for rank, answer in enumerate(reached):
+            if answer["why_not"]:
+                raise ValueError(
+                    f"vllm_server_transport={flag!r}: worker {rank} of {self.base_url} {answer['why_not']}."
+                )
+        folder = os.path.dirname(file.path)
+        text = secrets.token_hex(16)
+        probe = PatchFile(folder, text.encode())
+        try:
+            answers = self.control.rpc("fp8_sees", probe.path, text)
+        finally:
+            probe.remove()
+        reasons = [answer["why_not"] for answer in answers if answer["why_not"]]
+        before = self._patches
+        self._patches = Bodies(self.control, reasons[0]) if reasons else Folder(folder)
+        self.transport = self._patches
+        if flag == "broadcast":
+            self.transport = Broadcast(self.base_url, len(answers), self._patches)
+        elif flag == "cuda_ipc":
+            self.transport = CudaIpc(len(answers), self._patches)
+        if before is not None and type(before) is not type(self._patches):
+            logger.warning(f"Weights travel to {self.base_url} by {self.transport.name} from now on.")
+
+    def connect(self, push: Push, patience: float) -> bool:
+        """Tell the workers what a push consists of, unless they know it. Return whether they knew it already."""
+        self.control.wait_until_up(patience)
+        answering = [answer["instance"] for answer in self.control.rpc("fp8_instance")]
+        if answering == self._instances:
+            return True
+        described = self._describe(patience)
+        different = differences(self.described, described)
+        if different:
+            raise ValueError(
+                f"{self.base_url} was started again and computes otherwise than before: {different} (before, now). "
+                "Start it with the flags that it had."
+            )
+        self.choose_transport(push.file, push.staged)
+        self.control.init_weight_transfer_engine(
+            {
+                "trainer": push.file.path,  # a name: whether a worker reads the file depends on the transport
+                "table": push.file.table,
+                "kv_layers": self._cached_layers(),
+                "skip_layers": list(self._recipe.kv_cache_skip_layers),
+            }
+        )
+        self._ask()
+        constants = [state["constants"] for state in self.states]
+        if self.constants and constants != self.constants:
+            raise ValueError(
+                f"{self.base_url} was started again with other buffers than before, such as tables of rotary angles. "
+                "Start it with the model and the flags that it had."
+            )
+        self._instances = self._answering
+        self.constants = constants
+        return False
+
+    def _ask(self) -> None:
+        """Get the state of the workers. `RuntimeError` if one has an error; the next `connect` then describes all
+        workers again.
+        """
+        self.states = self.control.rpc("fp8_state")
+        errors = [f"worker {rank}: {state['error']}" for rank, state in enumerate(self.states) if state["error"]]
+        if errors:
+            self._instances = None
+            raise RuntimeError(f"{self.base_url}: {listed(errors, 4)}")
+
+    def _require_version(self) -> None:
+        """Raise `RuntimeError` unless all workers hold the version that was sent last."""
+        versions = sorted({state["version"] for state in self.states})
+        if versions != [self._version]:
+            raise RuntimeError(
+                f"{self.base_url} holds versions {versions} of the policy, and version {self._version} was sent last. "
+                "Is it the server of another trainer, too?"
+            )
+
+    def sums(self, elements: dict[str, int]) -> list[int]:
+        """Return the checksum of each whole tensor (name -> number of elements) as all workers read it; 0 if workers
+        disagree on it, or if a worker's tensor has changed since it was written.
+
+        `ServerGone` if the server was started again since the latest push. `RuntimeError` if a worker has an error or
+        another version, or if buffers that no sync writes, or tensors that the engine derives, have changed.
+        """
+        proven, self.proven = self.proven, None
+        if not self._states_are_fresh:
+            self._ask()
+        self._states_are_fresh = False
+        if [state["instance"] for state in self.states] != self._instances:
+            self._instances = None
+            raise ServerGone(f"{self.base_url} was started again since the last sync, and holds no policy.")
+        self._require_version()
+        if [state["constants"] for state in self.states] != self.constants:
+            raise RuntimeError(f"{self.base_url}: buffers that no sync writes have changed. Start the server again.")
+        different = {name for state in self.states for name in state["differ"]}
+        derived = sorted(different.intersection(self.described["derived"]))
+        if derived:
+            raise RuntimeError(f"{self.base_url}: tensors that the engine derives have changed: {listed(derived, 4)}.")
+        sums = [self._agreed_sum(name, count) for name, count in elements.items()]
+        if not different:
+            self.proven = proven
+        return [0 if name in different else agreed for name, agreed in zip(elements, sums, strict=True)]
+
+    def _agreed_sum(self, name: str, elements: int) -> int:
+        """Return the checksum of a whole tensor of so many elements as all workers hold it; 0 if they do not agree."""
+        by_part: dict[str, tuple[int, int]] = {}  # which part -> its number of elements and its checksum
+        for state in self.states:
+            part, count = state["split"].get(name, ("all", elements))
+            found = count, int(state["arrived"].get(name, 0))
+            if by_part.setdefault(part, found) != found:
+                return 0
+        if sum(count for count, _ in by_part.values()) != elements:
+            return 0
+        total = sum(checksum for _, checksum in by_part.values())
+        return (total + 2**63) % 2**64 - 2**63  # checksums are added modulo 2**64
+
+    def resume(self) -> float:
+        """Let the server generate. Return the seconds of the pause."""
+        if not self.control.reset_prefix_cache():
+            raise RuntimeError(
+                f"{self.base_url} did not reset its prefix cache after a weight sync: cached prefixes of the old "
+                "weights would be reused. Do not send it requests while it is paused."
+            )
+        self.control.resume()
+        seconds = time.perf_counter() - self._paused_at
+        self._paused_at = None
+        self._states_are_fresh = False
+        self.proven = self._version
+        return seconds
+
+    @property
+    def instances(self) -> list[str]:
+        """Return the instances of the workers that were described last."""
+        return self._answering
+
+    def distrust(self) -> None:
+        """Send all at the next sync, and no patch."""
+        self.proven = None
+
+    def forget(self) -> None:
+        """Forget what the workers know: the server is gone, and the next sync sends all to another one."""
+        self._instances = self.proven = self._paused_at = None

@@ -1,0 +1,82 @@
+"""`Uploads`: files that a trainer sends to a server in HTTP bodies, for workers that cannot see its folder.
+
+A file comes in chunks, each of which continues the one before. Its path is known to the trainer from the start, and
+what workers read is proven as for a file of the trainer's own.
+"""
+
+import os
+
+from .staging import LockedFile
+
+
+KINDS = ("whole", "patch")  # all of a policy, and a patch
+MAX_CHUNK_BYTES = 32 * 2**20
+
+
+class UploadRefused(Exception):
+    """A chunk that was not written."""
+
+    def __init__(self, status: int, reason: str):
+        super().__init__(reason)
+        self.status = status  # of the HTTP answer
+
+
+class Upload(LockedFile):
+    """A file of `size` bytes in the server's folder. `OSError` without room for it."""
+
+    def __init__(self, folder: str, trainer: bytes, size: int):
+        super().__init__(folder, size)
+        os.truncate(self.path, size)  # room for no byte is room for one
+        self.trainer, self.size = trainer, size
+        self.received = 0
+
+    def write(self, chunk: bytes, offset: int) -> None:
+        rest = memoryview(chunk)
+        while rest:
+            written = os.pwrite(self._file, rest, offset)
+            offset += written
+            rest = rest[written:]
+        self.received = offset
+
+
+class Uploads:
+    """The files of the trainer that uploaded last, at most one of each of `KINDS`."""
+
+    def __init__(self, folder: str):
+        self._folder = folder
+        self._files: dict[str, Upload] = {}
+
+    def remove_others(self, trainer: bytes) -> None:
+        """Remove files of other trainers."""
+        for kind in [kind for kind, file in self._files.items() if file.trainer != trainer]:
+            self.remove(kind)
+
+    def remove(self, kind: str) -> None:
+        file = self._files.pop(kind, None)
+        if file is not None:
+            file.remove()
+
+    def write(self, trainer: bytes, kind: str, offset: int, size: int, chunk: bytes, most_bytes: int) -> str:
+        """Write a chunk at `offset` of a file of `size` bytes, and return the file's path.
+
+        A chunk at offset 0 begins the file. That of the same trainer, kind and size is written over, so that its path
+        stays. `UploadRefused` for more than `most_bytes`, a chunk that does not continue the latest one, or no room.
+        """
+        if kind not in KINDS:
+            raise UploadRefused(400, f"an upload is one of {KINDS}, and not {kind!r}.")
+        if not 0 <= size <= most_bytes:
+            raise UploadRefused(413, f"a file of {size} bytes exceeds what this server's workers hold, {most_bytes}.")
+        file = self._files.get(kind)
+        is_same = file is not None and (file.trainer, file.size) == (trainer, size)
+        if offset == 0 and not is_same:
+            self.remove(kind)
+            try:
+                file = self._files[kind] = Upload(self._folder, trainer, size)
+            except OSError as error:
+                raise UploadRefused(507, f"{self._folder} has no room for {size} bytes: {error.strerror}.") from error
+        elif offset != 0 and not (is_same and offset == file.received):
+            raise UploadRefused(409, f"a chunk at byte {offset} does not continue this trainer's latest one.")
+        if offset + len(chunk) > size:
+            raise UploadRefused(413, f"a chunk of {len(chunk)} bytes at byte {offset} ends beyond the file's {size}.")
+        file.write(chunk, offset)
+        return file.path

@@ -1,0 +1,32 @@
+"""Gain of rollouts that overlap with training: seconds of a step, from seconds of its parts.
+
+`benchmarks/bench_overlap.py` simulates where this formula holds: completions of one length, and a bound on staleness
+of at least 1. Where lengths have a long tail, the next rollouts also fill the slots that the tail leaves empty.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the parts of a step. The server generates nothing during `pause`, by default the whole sync."""
+
+    rollout: float
+    train: float
+    sync: float = 0.0
+    pause: float | None = None
+
+    @property
+    def synchronous(self) -> float:
+        """Return the seconds of a step whose parts follow each other."""
+        return self.rollout + self.train + self.sync
+
+    @property
+    def asynchronous(self) -> float:
+        """Return the seconds of a step if server and trainer work at the same time."""
+        pause = self.sync if self.pause is None else self.pause
+        return max(self.rollout + pause, self.train + self.sync)
+
+    @property
+    def speedup(self) -> float:
+        return self.synchronous / self.asynchronous
