@@ -30,7 +30,7 @@ def fork(function: Callable[[], object], log: Path) -> int:
     """Call `function` in a fork of this process, which has imported everything. Return the id of the new process.
 
     It leads a process group, writes to `log`, and ends with the exit status of a program. No engine may run in this
-    process. Process groups that one has left are destroyed: a fork lacks their threads, and would wait for them.
+    process. Process groups that one has left are destroyed, because a fork would wait for their threads.
     """
     import torch  # not above: the process that hands tests to workers needs none of it
 
@@ -54,6 +54,7 @@ def fork(function: Callable[[], object], log: Path) -> int:
         signal.alarm(0)  # pytest's timeout
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
+        forget_compile_threads()
         environment = alone()
         os.environ.clear()
         os.environ.update(environment)
@@ -67,6 +68,17 @@ def fork(function: Callable[[], object], log: Path) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def forget_compile_threads() -> None:
+    """Let Inductor start threads of its own in this fork.
+
+    If the parent has compiled, Inductor's pool has threads that a fork lacks, and a compilation would wait for them
+    forever. torch 2.13 replaces its pool of processes in a fork, but not the one of threads.
+    """
+    compiler = sys.modules.get("torch._inductor.async_compile")
+    if compiler is not None:
+        compiler.AsyncCompile.pool.cache_clear()
 
 
 def free_port() -> int:
