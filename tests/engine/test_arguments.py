@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.v1.attention.backends import fa_utils
 
 from testing import tiny_models
 from testing.hub_cache import COMMITS, NAME, write_repository
@@ -228,6 +229,14 @@ def test_skipped_kv_layers_reach_vllm_by_number():
     whole = arguments(FP8Recipe(fp8_modules=("a",)), Cpu())
     assert "kv_cache_dtype_skip_layers" not in whole
     assert made["kv_cache_memory_bytes"] == 2 * whole["kv_cache_memory_bytes"]
+
+
+def test_a_platform_has_the_capability_of_its_device_and_not_of_the_current_one(monkeypatch):
+    second = torch.device("cuda", 1)
+    of_device = lambda device=None: (9, 0) if device == second else (8, 9)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_capability", of_device)
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda: 2)
+    assert platform_of(second) == Cuda((9, 0), 2) and platform_of(torch.device("cuda")) == Cuda((8, 9), 2)
 
 
 def test_other_devices_are_no_cpu():

@@ -153,6 +153,19 @@ def test_weights_that_sleep_when_they_become_shared_are_not_taken_for_kept(made)
     assert not llm.asleep_with_weights
 
 
+@pytest.mark.parametrize("keep_weights", [False, True])
+def test_an_engine_that_refuses_to_sleep_is_awake(keep_weights, made, monkeypatch):
+    def refuse(level, mode):
+        raise RuntimeError("requests are running")
+
+    llm = made()
+    llm.keep_weights = keep_weights
+    monkeypatch.setattr(llm.core, "sleep", refuse)
+    with pytest.raises(RuntimeError, match="requests are running"):
+        llm.sleep(level=2)
+    assert llm._place is Weights.AWAKE and not llm.asleep_with_weights
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 def test_an_engine_that_has_generated_frees_its_cache_alone(ahead, checkpoint, monkeypatch):

@@ -258,8 +258,8 @@ def test_a_patch_that_does_not_arrive_is_refused_whole_and_the_policy_is_sent(ch
     [
         ([("a", 32, 2**62), ("b", 32, 2**62 + 5)], -(2**63) + 5),  # modulo 2**64
         ([("a", 32, 3), ("a", 32, 3), ("b", 32, 4), ("b", 32, 4)], 7),  # two workers have each half
-        ([("a", 32, 3), ("a", 32, 2), ("b", 32, 4)], 0),  # which differ
-        ([("a", 32, 3), ("a", 32, 3)], 0),  # nobody has the other half
+        ([("a", 32, 3), ("a", 32, 2), ("b", 32, 4)], None),  # which differ
+        ([("a", 32, 3), ("a", 32, 3)], None),  # nobody has the other half
         ([("a", 64, 3), ("b", 0, 0)], 3),  # one worker has zeros instead
     ],
 )

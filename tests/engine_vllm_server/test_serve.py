@@ -15,7 +15,7 @@ from testing.hub_cache import COMMITS, NAME, write_repository
 from trl_fp8.commands.cli import main
 from trl_fp8.commands.serve import SERVER, command
 from trl_fp8.engine.vllm.platform import platform_of
-from trl_fp8.engine.vllm_server import server_process
+from trl_fp8.engine.vllm_server import plugin, server_process
 from trl_fp8.engine.vllm_server.guard import Guard
 from trl_fp8.engine.vllm_server.staging import StagingFile
 from trl_fp8.recipe.recipe import recipe_for_model
@@ -61,6 +61,14 @@ def test_a_server_is_of_the_commit_that_the_user_names(checkpoint, tmp_path, mon
     write_repository(folders, tmp_path, monkeypatch)
     for flags, commit in (([], COMMITS[1]), (["--revision", COMMITS[0]], COMMITS[0])):
         assert parsed(command([NAME, *SIZES, *flags])[0]).revision == commit
+
+
+def test_an_empty_variable_of_the_folder_means_the_default(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(plugin, "DEFAULT_FOLDER", str(tmp_path / "default"))
+    monkeypatch.setenv("TRL_FP8_TRANSFER", "")
+    _, environment, text = command([checkpoint("qwen3"), *SIZES])
+    assert environment["TRL_FP8_TRANSFER"] == str(tmp_path / "default")
+    assert f"TRL_FP8_TRANSFER={tmp_path / 'default'}\n" in text
 
 
 def test_each_start_has_another_token_and_says_how_a_trainer_connects(checkpoint, monkeypatch, tmp_path):

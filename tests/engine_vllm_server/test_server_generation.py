@@ -90,6 +90,15 @@ def test_each_prompt_has_a_seed_of_its_own_that_run_step_and_call_decide(monkeyp
     assert all(0 <= seed < 2**62 for each in several for seed in each)
 
 
+def test_no_prompts_have_no_completions_and_forget_the_answers_of_the_last_call(monkeypatch):
+    servers = Servers(monkeypatch, a=0, b=0)
+    servers.generate(20)
+    servers.leave_out(servers.servers[1], "gone")
+    answer = servers.client.generate([], n=2)
+    assert answer == dict.fromkeys(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), [])
+    assert servers.client.failure is None and not servers.client.has_lost_answers()
+
+
 @pytest.mark.parametrize("user, found", [(1, 2), (2, 2)])
 def test_the_server_decides_the_tensor_parallel_size(monkeypatch, user, found):
     assert asked(monkeypatch, user, found) == found

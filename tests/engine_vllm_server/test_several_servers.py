@@ -175,6 +175,15 @@ def test_bytes_that_one_server_lost_are_named_with_it(trainer):
     trainer.require_held(trainer.b)
 
 
+def test_zeros_that_one_server_does_not_hold_are_found_although_their_checksum_is_zero(trainer):
+    trainer.policy.model.norm.weight.requires_grad_(False).zero_()
+    for worker in trainer.b.workers:
+        worker.read = lossy_read(worker)
+    message = "1 tensors hold other bytes than were sent: model.norm.weight. At http://b: model.norm.weight. The"
+    with pytest.raises(RuntimeError, match=message):
+        trainer.delivery.deliver(lambda: nullcontext(trainer.policy.named_parameters()))
+
+
 def test_both_servers_with_the_same_wrong_bytes_fail_the_audit(trainer):
     for server in (trainer.a, trainer.b):
         for worker in server.workers:

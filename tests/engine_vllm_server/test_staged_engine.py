@@ -21,6 +21,7 @@ from trl_fp8.sync.weight_stream import weight_stream
 
 
 SCALE = "model.layers.0.mlp.down_proj.weight_scale_inv"
+NORM = "model.norm.weight"
 PUSH = ["pause", "start", "update", "finish", "fp8_state"]
 
 
@@ -162,6 +163,49 @@ def test_bytes_that_a_worker_lost_fail_the_audit_by_name(policy, server, deliver
     with pytest.raises(RuntimeError, match=f"1 tensors hold other bytes than were sent: {name}"):
         deliver(delivery, policy)
     assert "resume" not in server.calls and delivery.failures == 1
+
+
+def overwritten(worker):
+    worker.tensors[NORM].add_(1)
+
+
+def misread(worker):
+    overwritten(worker)
+    worker.parts[NORM] = worker.arrived[NORM] = digest(worker.tensors[NORM]).item()
+
+
+def never_received(worker):
+    for known in (worker.tensors, worker.parts, worker.arrived):
+        known.pop(NORM, None)
+
+
+@pytest.mark.parametrize("damage", [overwritten, misread, never_received])
+def test_zeros_that_one_worker_does_not_hold_are_found_although_their_checksum_is_zero(
+    damage, policy, server, engine, delivery
+):
+    policy.get_parameter(NORM).data.zero_()
+    deliver(delivery, policy)
+    assert not digest(engine.layout.held[NORM])
+    worker = server.workers[1]
+    damage(worker)
+    with pytest.raises(RuntimeError, match=f"1 tensors of the engine have changed since the last sync: {NORM}"):
+        delivery.verify()
+    read = worker.read
+
+    def damaged(update):
+        read(update)
+        damage(worker)
+
+    worker.read = damaged
+    with pytest.raises(RuntimeError, match=f"1 tensors hold other bytes than were sent: {NORM}"):
+        deliver(delivery, policy)
+
+
+def test_no_checksum_matches_if_the_server_cannot_be_asked(policy, server, engine, delivery):
+    policy.get_parameter(NORM).data.zero_()
+    deliver(delivery, policy)
+    server.fail = {"fp8_state": RuntimeError("gone")}
+    assert not (engine.layout.sums() == torch.tensor(engine.layout.staged_sums())).any()
 
 
 def test_a_worker_that_read_another_trainers_file_fails_the_audit(policy, server, delivery, tmp_path):

@@ -95,6 +95,18 @@ def test_gaps_of_any_length_come_back(gap):
     assert torch.equal(weight_patches._positions(weight_patches._encoded_gaps(positions), 4), positions)
 
 
+def test_positions_that_exceed_64_bits_are_refused():
+    count = 2**23 + 16
+    table, _ = arranged({"codes": ("float8_e4m3fn", [count])})
+    # Ascending modulo 2**64, and in the tensor wherever a binary search for its ends looks: gaps of 0, in the middle
+    # as many of 2**42 - 1 as exceed int64
+    large = 2**21 + 1
+    gaps = bytes(count // 2 + 1) + b"\xff\xff\xff\xff\xff\x7f" * large + bytes(count // 2 - 1 - large)
+    patch = weight_patches.Patch(gaps + bytes(count), [(1, count, len(gaps))])
+    with pytest.raises(ValueError, match="positions of the patch exceed 64 bits"):
+        decoded(patch.body, patch.sha256, patch.counts, table)
+
+
 # Pieces of ranks of a tensor [8, 12], whose parts together are all of it
 ROWS = [(Span(0, 4, 8),), (Span(4, 4, 8),)]
 COLUMNS = [(None, Span(0, 6, 12)), (None, Span(6, 6, 12))]

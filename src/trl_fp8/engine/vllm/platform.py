@@ -1,4 +1,4 @@
-"""`Platform`: arguments for vLLM on any device, and those that CUDA and CPU add.
+"""`Platform`: arguments for vLLM on any device. `Cuda` and `Cpu` add their own.
 
 The engine starts from dummy weights with the recipe's `quantization_config` in the model's config, because TRL syncs
 the whole policy before the first rollout. vLLM might choose kernels whose weights or scales a sync cannot write in
@@ -33,7 +33,7 @@ from .environment import configs_restored, environment_restored, policy_class_un
 
 NAME = "trl_fp8"  # this package, as an entry of vLLM's `additional_config` and a provider of its IR operations
 NORMS = "rms_norm", "fused_add_rms_norm"
-# Passes of vLLM's compiler that fuse such an operation with its neighbours
+# Passes of vLLM's compiler that fuse norms, activations or attention with neighbouring operations
 FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_qk_norm_rope_fusion"
 # Largest MLA latent (kv_lora_rank) whose FP8 tiles fit into 99 KiB, the shared memory of a thread block on GPUs of
 # compute capability 8.9 (Ada) and 12.x
@@ -67,7 +67,7 @@ class SeparateKernels:
         return {"kernel_config": {"ir_op_priority": priority}, "compilation_config": compilation}
 
     def violated_by(self, config: VllmConfig) -> list[str]:
-        """Return the settings of a started engine under which it runs other kernels; empty if there are none."""
+        """Return the settings of a started engine that make it run other kernels than these; empty if none does."""
         found = []
         for name in NORMS:
             priority = getattr(config.kernel_config.ir_op_priority, name)
@@ -209,12 +209,12 @@ class Cuda(Platform):
                     f"GPU of compute capability {major}.{minor}: vLLM's kernel for FP8 latents (TRITON_MLA) needs 100 "
                     "KiB of shared memory for a block, the GPU has 99. BF16 latents fit: set kv_cache_dtype='auto'."
                 )
-        # Pin the backend with an FP8 cache, and with sinks, because FlashInfer keeps a copy of them. Otherwise vLLM
-        # chooses it
+        # Pin the backend if there is an FP8 cache or there are sinks, because FlashInfer keeps copies of KV scales and
+        # of sinks. Otherwise vLLM chooses it
         is_pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
         arguments = {"attention_backend": attention} if is_pinned else {}
-        # vLLM's other kernels for experts cannot be used. DeepGEMM's rounds act(gate) * up, which no trainer here
-        # computes, and the rest reorder the weights
+        # vLLM's other kernels for experts cannot be used: DeepGEMM's rounds act(gate) * up, which the trainer does not
+        # compute, and the rest reorder the weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
 
 
@@ -261,12 +261,12 @@ class Cpu(Platform):
     ) -> dict:
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
         caches = caches_of(config, mamba_ssm_dtype="float32")
-        # vLLM gives all layers blocks of one size in bytes, that of the layer with the largest tokens
+        # In vLLM a block has the same bytes in all layers: enough for the layer with the most bytes per token
         token_bytes = max(cache.elements for cache in caches) * itemsize or 1  # 1: no layer caches k and v
         state_bytes = max(cache.state_bytes for cache in caches)
         # Tokens of a block: a multiple of `BLOCK`, because vLLM enlarges blocks until the largest state fits into one
         block_tokens = BLOCK * max(1, -(-state_bytes // (BLOCK * token_bytes)))
-        # Blocks of a layer for one sequence, and one more. A state needs one block for a sequence of any length
+        # Blocks that one sequence needs in a layer, plus 1. A state takes one block for a sequence of any length
         blocks = -(-(max_model_len or config.max_position_embeddings) // block_tokens) + 1
         state_blocks = 1 + 1
         seq_bytes = sum(block_tokens * token_bytes * (blocks if cache.elements else state_blocks) for cache in caches)
@@ -281,7 +281,7 @@ class Cpu(Platform):
 
 
 def platform_of(device: torch.device | None = None) -> Platform:
-    """Return the platform of `device`; for None that of CUDA if there is a GPU, else of the CPU.
+    """Return the platform of `device`. None: `Cuda` if this host has a GPU, else `Cpu`.
 
     Raises `ValueError` for other kinds of device.
     """
@@ -293,7 +293,7 @@ def platform_of(device: torch.device | None = None) -> Platform:
     if kind == "cuda":
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-        return Cuda(torch.cuda.get_device_capability(), get_flash_attn_version())
+        return Cuda(torch.cuda.get_device_capability(device), get_flash_attn_version())
     raise ValueError(
         f"the trainer runs on {kind!r}: FP8 rollouts run on NVIDIA GPUs, and on CPU (use_cpu=True) to try them. "
         f"Elsewhere train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS}."
@@ -316,14 +316,14 @@ def compile_cache_key(**settings: object) -> dict[str, dict]:
     code there, it does not trace the model again. This package's kernels and layers change what is traced, but would
     not change the hash. vLLM hashes `additional_config`, and reads nothing from this entry of it.
 
-    `settings`: an engine part that changes what is traced passes here what that depends on.
+    `settings`: an `EnginePart` that changes the traced code passes the values on which its changes depend.
     """
     return {NAME: {"source": _source_digest(), **settings}}
 
 
 @cache
 def _source_digest() -> str:
-    """Return a digest of this package's source, because what is traced may change with each edit and version."""
+    """Return a digest of this package's source, because each edit or version may change the traced code."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):

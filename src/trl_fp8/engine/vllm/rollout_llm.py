@@ -1,9 +1,9 @@
 """vLLM's engine with lighter sleep, with hooks around each generation (`EnginePart`), and with seeded sampling.
 
 TRL puts the engine to sleep at level 2 after each generation: the engine discards its weights, and the next generation
-begins with a sync. Weights stay the same between batches of an evaluation and turns of a conversation. There the
+begins with a sync. Between batches of an evaluation and turns of a conversation the weights stay the same. There the
 engine sleeps at level 1, which moves them to host memory and back. If a trainer computes with the engine's weights
-(`share_weights`), they stay where they are, and only the KV cache is freed.
+(`share_weights`), they stay in device memory, and only the KV cache is freed.
 
 vLLM samples with global random generators, which it seeds by the rank alone. CPU and the V1 model runner draw from
 torch's generator; the V2 model runner (CUDA) seeds each request from NumPy's. Reward functions and dropout use these
@@ -59,7 +59,7 @@ class RolloutLLM(LLM):
 
     Args:
         parts: `EnginePart`s (typed `Any`, because part.py imports this module). Their hooks run around each
-            generation, and they explain errors that vLLM raises when it starts.
+            generation, and `explain` may replace an error that vLLM raises when it starts.
         kwargs: Arguments of `vllm.LLM`. Ranks that share an engine must have the same `seed`.
     """
 
@@ -85,7 +85,7 @@ class RolloutLLM(LLM):
             raise
 
     def begin(self, occasion: Occasion, keep_weights: bool) -> None:
-        """Set `occasion` and `keep_weights` for the next generation. Parts forget their notes on the last one."""
+        """Set `occasion` and `keep_weights` for the next generation. Parts forget their notes on the previous one."""
         self.occasion = occasion
         self.keep_weights = keep_weights
         for part in self._parts:
@@ -111,8 +111,8 @@ class RolloutLLM(LLM):
 
     def prefill(self, tokens: list[int], prompt_logprobs: int | None = None) -> RequestOutput:
         """Run a whole sequence through the layers at once. Parts are not called, because this is no rollout."""
-        # top_k=1, because with `return_sampling_mask` vLLM needs a top_k, which bounds the mask's size, and refuses
-        # requests without. The sampled token is not used
+        # top_k=1, because with `return_sampling_mask` vLLM refuses requests without top_k, which bounds the mask's
+        # size. The sampled token is not used
         parameters = SamplingParams(
             max_tokens=1, top_k=1, skip_reading_prefix_cache=True, prompt_logprobs=prompt_logprobs
         )
@@ -141,8 +141,8 @@ class RolloutLLM(LLM):
             super().sleep(level=0, **kwargs)
             return
         if self._shares_weights:
-            # Sleep at level 0, then free the cache, because vLLM frees the cache alone only while everything else is
-            # in device memory. It raises if the weights were put to sleep before they were shared
+            # Sleep at level 0, then free the cache. vLLM can free the cache alone only while everything else is in
+            # device memory, and raises if the weights were put to sleep before they were shared
             upstream.finish(self)
             super().sleep(level=0, **kwargs)
             self.release_kv_cache_memory()
@@ -150,8 +150,8 @@ class RolloutLLM(LLM):
             return
         if self.keep_weights:
             level = 1
-        self._place = Weights.ON_HOST if level == 1 else Weights.DISCARDED
         super().sleep(level=level, **kwargs)
+        self._place = Weights.ON_HOST if level == 1 else Weights.DISCARDED
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         if tags is None:
@@ -160,7 +160,7 @@ class RolloutLLM(LLM):
             return
         sleeping = list(tags)
         if self._place in (Weights.AWAKE, Weights.LEFT_IN_PLACE):
-            # The weights do not sleep. If asked to wake them, vLLM would wake nothing and warn
+            # The weights do not sleep: vLLM would wake nothing, and warn
             sleeping = [tag for tag in tags if tag != "weights"]
         if sleeping:
             super().wake_up(sleeping)

@@ -7,10 +7,10 @@
     broadcast a bucket of tensors               write its tensors
     meet again: nobody closes the group before all have everything
 
-The group lives for one transfer. So a failed one leaves nothing behind, a server that was started again needs nothing,
-and NCCL takes no memory of a GPU between transfers. A rank waits at most `SECONDS` for others in each step, but for
-NCCL's own start: it never returns if a rank ends right before it, and such a server has to be started again. NCCL's
-part follows vLLM's weight_transfer/nccl_engine.py, and has never run.
+The group exists during one transfer. So a failed transfer leaves nothing behind, a restarted server needs no repair,
+and NCCL takes no GPU memory between transfers. A rank waits at most `SECONDS` for others in each step, except in
+NCCL's own start. That never returns if a rank ends right before it; the server then has to be started again.
+`NcclGroup` follows vLLM's weight_transfer/nccl_engine.py, and has never run.
 """
 
 import logging
@@ -41,18 +41,18 @@ class Group(Protocol):
     """The ranks of one transfer."""
 
     def start(self) -> None: ...  # waits for the other ranks to start, too
-    def broadcast(self, tensor: torch.Tensor) -> None: ...  # bytes, from rank 0; returns when they are there
+    def broadcast(self, tensor: torch.Tensor) -> None: ...  # sends bytes from rank 0; returns when they have arrived
     def close(self) -> None: ...
 
 
 class Meeting:
-    """A rank's view of the store. Its waits end early once `is_abandoned` returns True."""
+    """A rank's access to the store, by which ranks wait for each other. `is_abandoned`: whether to stop waiting."""
 
     def __init__(self, store: TCPStore, rank: int, ranks: int, is_abandoned: Callable[[], bool] = lambda: False):
         self.store, self.rank, self.ranks, self._is_abandoned = store, rank, ranks, is_abandoned
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait until `is_done` returns True. `RuntimeError` if it takes longer than `SECONDS`."""
+        """Wait until `is_done` returns True. `RuntimeError` after `SECONDS`, or if the transfer is abandoned."""
         end = time.monotonic() + SECONDS
         while not is_done():
             if self._is_abandoned():
@@ -64,7 +64,7 @@ class Meeting:
             time.sleep(0.001)
 
     def meet(self, place: str, problem: str = "") -> None:
-        """Wait until all ranks are here. `RuntimeError` on all of them if one has a problem."""
+        """Wait until all ranks have called this for `place`. `RuntimeError` on all of them if one has a `problem`."""
         self.store.set(f"{place} {self.rank}", problem or "none")
         names = [f"{place} {rank}" for rank in range(self.ranks)]
         self.wait(lambda: self.store.check(names), f"to wait for the other ranks of a broadcast ({place})")
@@ -91,14 +91,14 @@ class GlooGroup:
     def broadcast(self, tensor: torch.Tensor) -> None:
         work = self._group.broadcast(tensor, 0)
         self._meeting.wait(work.is_completed, "a broadcast")
-        work.wait()  # raises its error
+        work.wait()  # raises the broadcast's error
 
     def close(self) -> None:
         del self._group
 
 
 class NcclGroup:
-    """Ranks that broadcast tensors on a GPU each."""
+    """Ranks that broadcast tensors, each on a GPU of its own."""
 
     def __init__(self, meeting: Meeting, device: torch.device):
         from vllm.distributed.weight_transfer import nccl_common
@@ -113,7 +113,7 @@ class NcclGroup:
             meeting.store.set(name, bytes(self._library.ncclGetUniqueId()).hex())
         meeting.wait(lambda: meeting.store.check([name]), f"to wait for {name}")
         unique_id = bytes.fromhex(meeting.store.get(name).decode())
-        # By its identifier: vLLM's other way unpickles what is in the store
+        # Connect by NCCL's identifier, because vLLM's other way unpickles what is in the store
         self._communicator = self._connect(unique_id, meeting.rank, meeting.ranks, self._device)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -124,11 +124,11 @@ class NcclGroup:
             self._meeting.wait(event.query, "a broadcast")
 
     def close(self) -> None:
-        self._communicator.destroy()  # ends a broadcast that others have left, too
+        self._communicator.destroy()  # also ends a broadcast that other ranks have left
 
 
 def nccl_library() -> "NCCLLibrary":
-    """Return vLLM's binding of NCCL. An error without it, or if vLLM's communicator would broadcast nothing."""
+    """Return vLLM's binding of NCCL. Raises if NCCL is missing, or if vLLM's communicator would broadcast nothing."""
     from vllm import envs
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
@@ -139,10 +139,10 @@ def nccl_library() -> "NCCLLibrary":
 
 @contextmanager
 def preparing(meeting: Meeting) -> Iterator[None]:
-    """Wait after the block for the blocks of the other ranks. `RuntimeError` on all of them if one has an error."""
+    """Wait after the block until all ranks have finished theirs. `RuntimeError` on all ranks if one has an error."""
     try:
         yield
-    except Exception as error:  # others would wait for this rank in NCCL's start
+    except Exception as error:  # tell the others, which would wait for this rank in NCCL's start
         meeting.meet("start", f"{type(error).__name__}: {error}")
         raise
     meeting.meet("start")
@@ -150,17 +150,17 @@ def preparing(meeting: Meeting) -> Iterator[None]:
 
 @contextmanager
 def broadcasting(staged: torch.Tensor, table: Table, host: str, workers: int) -> Iterator[dict]:
-    """Broadcast all tensors in a thread, and yield the arguments with which each worker has to call `received`.
+    """Broadcast all tensors in a thread. Yield the arguments of `received`, which the block makes each worker call.
 
-    `host`: this host's address, as workers reach it. The block lets them do so. An error in it ends the thread.
-    `RuntimeError` after it if this end failed.
+    `host`: the address by which workers reach this host. An error in the block ends the thread. `RuntimeError` after
+    the block if the trainer's end failed.
     """
     listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     port, limit = listener.getsockname()[1], timedelta(seconds=SECONDS)
     store = TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())
     is_abandoned = threading.Event()
     meeting = Meeting(store, 0, workers + 1, is_abandoned.is_set)
-    failures: list[str] = []  # no exceptions: by a cycle of references one would keep the store and its port open
+    failures: list[str] = []  # texts: an exception, in a cycle of references, would keep the store's port open
 
     def send() -> None:
         try:
@@ -193,7 +193,10 @@ def broadcasting(staged: torch.Tensor, table: Table, host: str, workers: int) ->
 def received(
     table: Table, device: torch.device, rank: int, host: str, port: int, ranks: int, most_bytes: int, nccl: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor by its name, in memory that later ones reuse. Takes what is left if it is closed before."""
+    """Yield `(name, tensor)` as they arrive, in memory that later tensors reuse. `rank`: this worker's.
+
+    If the caller closes the iterator early, it still takes the remaining broadcasts, in which the other ranks wait.
+    """
     try:
         store = TCPStore(host, port, None, False, timedelta(seconds=SECONDS), False)
         own_address = address_towards(host, port)
@@ -215,7 +218,7 @@ def received(
             for start, end, tensors in left:
                 group.broadcast(buffer[: end - start])
                 yield from views(buffer, tensors).items()
-        except GeneratorExit:  # an error of this worker: the others wait for it in each broadcast
+        except GeneratorExit:  # this worker has an error
             for start, end, _ in left:
                 group.broadcast(buffer[: end - start])
             meeting.meet("end")
@@ -224,6 +227,6 @@ def received(
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this host by which another one reaches it. `OSError` if that one does not answer."""
+    """Return this host's address in a connection to `host`. `OSError` if nothing answers at its `port`."""
     with socket.create_connection((host, port), timeout=SECONDS) as connection:
         return connection.getsockname()[0]

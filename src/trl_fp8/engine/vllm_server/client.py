@@ -1,6 +1,6 @@
-"""The trainer's way to a server beside TRL's `VLLMClient`, which generates.
+"""The trainer's client for updates of a server. Completions come through TRL's `VLLMClient`.
 
-Nothing is retried here. TRL's client repeats a POST after 500, 502 and 503, and the first may have changed weights.
+Nothing is retried here: TRL's client repeats a POST after 500, 502 and 503, but the first may have changed weights.
 """
 
 import errno
@@ -16,7 +16,7 @@ from .plugin import TOKEN, TRAINER, UPLOAD
 
 
 def server_urls(addresses: str) -> list[str]:
-    """Return the addresses of servers in `vllm_server_base_url`, which commas separate. `ValueError` for one twice."""
+    """Return the comma-separated addresses of `vllm_server_base_url`. `ValueError` for none, or for one twice."""
     urls = [address.strip().rstrip("/") for address in addresses.split(",") if address.strip()]
     if len(set(urls)) != len(urls) or not urls:
         raise ValueError(
@@ -32,19 +32,20 @@ class ServerGone(RuntimeError):
 class Control(HTTPVLLMWeightSyncClient):
     """vLLM's client for the four calls of an update, with pause, resume and RPCs whose answers are numbered.
 
-    Raises `ServerGone` if no server answers, `ValueError` for a wrong token, `RuntimeError` for other errors.
+    Raises `ServerGone` if the server or its engine has died, `ValueError` for a wrong token, `OSError` for a full
+    folder, `RuntimeError` for other errors.
     """
 
     def __init__(self, base_url: str, timeout: float = 300, token: str | None = None):
         super().__init__(base_url, timeout)
-        self._numbers = count(secrets.randbits(40))  # `random` is seeded, alike for two trainers
+        self._numbers = count(secrets.randbits(40))  # two trainers may have seeded `random` equally
         token = os.environ.get(TOKEN, "") if token is None else token
         self._headers = {TRAINER: secrets.token_hex(8)}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def rpc(self, method: str, *args: object) -> list[dict]:
-        """Return the answer of each worker."""
+        """Call a method of `receiver.WorkerExtension` in each worker, and return the answers in order of rank."""
         number = next(self._numbers)
         answers = self._post("collective_rpc", {"method": method, "args": [number, *args]})["results"]
         for rank, answer in enumerate(answers):
@@ -58,11 +59,11 @@ class Control(HTTPVLLMWeightSyncClient):
         return answers
 
     def pause(self) -> None:
-        """Hold requests. vLLM drops the caches of those in flight, and computes them anew after `resume`."""
+        """Pause generation. vLLM drops the KV caches of requests in flight, and computes them anew after `resume`."""
         self._post("pause", mode="keep")
 
     def resume(self) -> None:
-        """Let the server generate: the trainer has compared checksums."""
+        """Let the server generate. Call this only after the checksums were compared."""
         self._post("resume")
 
     def reset_prefix_cache(self) -> bool:
@@ -110,8 +111,8 @@ class Control(HTTPVLLMWeightSyncClient):
                 "prints."
             )
         if answer.status_code == 507:
-            raise OSError(errno.ENOSPC, answer.text[:300], f"{self.base_url}/{path}")  # not the trainer's disk
+            raise OSError(errno.ENOSPC, answer.text[:300], f"{self.base_url}/{path}")  # the server's disk
         if answer.status_code != 200:
-            kind = ServerGone if answer.status_code >= 500 else RuntimeError  # vLLM's own, if an engine has died
+            kind = ServerGone if answer.status_code >= 500 else RuntimeError  # from vLLM if its engine has died
             raise kind(f"{self.base_url}/{path}: {answer.status_code}, {answer.text[:300]}")
         return answer.json()

@@ -1,6 +1,6 @@
 """A policy's bytes on a GPU, which the workers of a server on the same host open by CUDA IPC.
 
-The handle travels as JSON, where vLLM's own IPC transfer has pickled objects. It has never run: no GPU was at hand.
+The handle travels as JSON; vLLM's own IPC transfer sends pickled objects. This module has never run on a GPU.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from .staging import Table, views
 
 
-# Parameters of `rebuild_cuda_tensor` that a handle consists of; others are the same for each buffer of bytes
+# Parameters of `rebuild_cuda_tensor` that a handle consists of; the others are the same for every buffer of bytes
 HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
 NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
 
@@ -31,9 +31,9 @@ def gpu_index(gpu: str) -> int | None:
 
 
 def why_unreached(transport: str, gpu: str, device: torch.device) -> str:
-    """Return why the worker on `device` gets no policy from the trainer's GPU, and the remedy; empty if it does.
+    """Return why `transport` brings no policy to the worker on `device`, and the remedy; empty if it does.
 
-    `gpu`: its UUID; empty if the policy is on a CPU.
+    `gpu`: the UUID of the trainer's GPU; empty if the policy is on a CPU.
     """
     index = gpu_index(gpu)
     if transport == "cuda_ipc" and index is None:
@@ -47,7 +47,7 @@ def why_unreached(transport: str, gpu: str, device: torch.device) -> str:
 
 
 def exported(staged: torch.Tensor) -> dict:
-    """Return a handle of a buffer of bytes on a GPU, for one reader: torch counts one for each call."""
+    """Return a handle of a buffer of bytes on a GPU. Each reader needs its own: torch counts one reader per call."""
     _, arguments = reduce_tensor(staged)
     found = dict(zip(signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
     handle = {"gpu": gpu_of(staged), "bytes": staged.numel()} | {name: found[name] for name in NUMBERS}
@@ -55,7 +55,7 @@ def exported(staged: torch.Tensor) -> dict:
 
 
 def imported(handle: dict, index: int) -> torch.Tensor:
-    """Return the buffer of a handle from another process, on the GPU with this index."""
+    """Return the other process's buffer that a handle refers to. `index`: its GPU's in this process."""
     found = {name: handle[name] for name in NUMBERS} | {name: bytes.fromhex(handle[name]) for name in HANDLES}
     return rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
@@ -70,7 +70,7 @@ def imported(handle: dict, index: int) -> torch.Tensor:
 
 
 def opened_tensors(table: Table, handle: dict) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor by its name, in the trainer's memory. The trainer writes there only after `fp8_state`."""
+    """Yield `(name, tensor)`, views of the trainer's memory, which it next writes after this worker's `fp8_state`."""
     index = gpu_index(handle["gpu"])
     if index is None:
         raise RuntimeError(f"this worker does not see the trainer's GPU {handle['gpu']}.")

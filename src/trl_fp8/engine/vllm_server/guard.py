@@ -3,11 +3,11 @@
 token    Endpoints that change state require the token; for others use vLLM's --api-key. Unknown endpoints are refused,
          except to read (GET, HEAD).
 update   A trainer pauses the server, sends its weights, compares checksums, and resumes. Meanwhile, and before the
-         first update, requests for completions wait here. After `TRL_FP8_WAIT` seconds they get status 503, also those
-         that vLLM has paused: vLLM would let them wait for ever.
+         first update, requests for completions wait here. After `TRL_FP8_WAIT` seconds they get status 503. So do
+         requests that vLLM has paused, which vLLM would let wait for ever.
 upload   A trainer whose files the workers cannot see sends them here, in chunks (uploads.py). vLLM does not see them.
-hang     vLLM's /health answers also if the engine hangs. So a request that waits long for it makes the guard ask the
-         workers something. If they do not answer, it gets status 504.
+hang     vLLM's /health answers even if the engine hangs. So if a request waits long, the guard calls the workers. If
+         they do not answer, the request gets status 504.
 order    One call at a time, all from one trainer: pause, start, update, finish, resume. vLLM's workers raise at any
          other order, and with several workers an error puts all later answers out of order (receiver.py).
 """
@@ -27,10 +27,9 @@ from .plugin import DEFAULT_FOLDER, FOLDER, TOKEN, TRAINER, UPLOAD, WAIT
 from .uploads import MAX_CHUNK_BYTES, UploadRefused, Uploads
 
 
-# Endpoints that sample from the policy, that neither sample nor change state, and that change state
-GENERATES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
-HARMLESS = ("/tokenize", "/detokenize")
-CONTROL = (
+GENERATES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")  # endpoints that sample
+HARMLESS = ("/tokenize", "/detokenize")  # endpoints that neither sample nor change state
+CONTROL = (  # endpoints that change state
     "/pause",
     "/resume",
     "/reset_prefix_cache",
@@ -41,10 +40,10 @@ CONTROL = (
     "/finish_weight_update",
     UPLOAD,
 )
-# Seconds after which a request makes the guard ask the workers something, and for which they may take to answer. They
-# answer between two steps of the engine. Twice as long is less than TRL's asynchronous trainer waits (600 s)
+# Seconds that a request waits before the guard calls the workers, and that they may take to answer. They answer
+# between two steps of the engine. Both together are less than TRL's asynchronous trainer waits (600 s)
 ENGINE_SECONDS = 240.0
-MAX_BODY_BYTES = 64 * 2**20  # of a request; the largest is a model's tensor table, 10 MB for 100,000 tensors
+MAX_BODY_BYTES = 64 * 2**20  # the largest body is a model's tensor table, 10 MB for 100,000 tensors
 
 
 class Update(Enum):
@@ -89,7 +88,7 @@ class Guard:
         self._control_lock = asyncio.Lock()
         self._uploads = Uploads(os.environ.get(FOLDER, DEFAULT_FOLDER))
         self._timer: asyncio.TimerHandle | None = None
-        self._question: asyncio.Future | None = None  # the latest one to the workers, see `_engine_hangs`
+        self._question: asyncio.Future | None = None  # latest call of the workers, see `_engine_hangs`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -147,7 +146,7 @@ class Guard:
         return None
 
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a call of a `CONTROL` endpoint on if it is in order, and follow the stage of the update."""
+        """Pass a call of a `CONTROL` endpoint on if it is in order, and set the stage of the update."""
         async with self._control_lock:
             path = scope["path"]
             trainer = _trainer_of(scope)
@@ -186,7 +185,7 @@ class Guard:
         while message.get("more_body") and len(chunk) <= MAX_CHUNK_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return  # a part of a chunk is not written
+                return  # an incomplete chunk is not written
             chunk += message.get("body", b"")
         try:
             if len(chunk) > MAX_CHUNK_BYTES:
@@ -253,8 +252,8 @@ class Guard:
             request.cancel()
 
     async def _engine_hangs(self, scope: Scope, ends: Sequence[asyncio.Future]) -> bool:
-        """Return whether the workers do not answer within `ENGINE_SECONDS`. Return early if one of `ends` completes.
-        All requests share one question.
+        """Return whether the workers do not answer within `ENGINE_SECONDS`; False as soon as one of `ends` completes.
+        All requests share one call of the workers.
         """
         if self._question is None or self._question.done():
             self._question = asyncio.ensure_future(scope["app"].state.engine_client.collective_rpc("fp8_bytes"))
@@ -289,7 +288,7 @@ def _bounded(receive: Receive) -> Receive:
         message = await receive()
         size += len(message.get("body", b""))
         if size > MAX_BODY_BYTES:
-            raise HTTPException(413, f"a body of more than {MAX_BODY_BYTES} bytes.")  # FastAPI makes an answer of it
+            raise HTTPException(413, f"a body of more than {MAX_BODY_BYTES} bytes.")  # FastAPI answers with it
         return message
 
     return receive_bounded
@@ -307,7 +306,7 @@ async def _first(message: Awaitable[Message], end: Awaitable) -> Message | None:
 
 
 def _trainer_of(scope: Scope) -> bytes:
-    """Return the number by which a trainer marks its calls; empty without one."""
+    """Return the number by which a trainer marks its calls (header `TRAINER`); empty without it."""
     return dict(scope["headers"]).get(TRAINER.lower().encode(), b"")
 
 

@@ -1,12 +1,13 @@
-"""`MirroredGeneration`: one forward against a server, by an engine of the trainer's own that holds the same bytes.
+"""`MirroredGeneration`: one forward with a server. The trainer has an engine of its own that holds the same bytes.
 
-    sync           policy -> own engine, proven
-    generation     what the own engine holds -> server, proven; the server generates
-    scoring, loss  the policy calls the own engine's kernels, on its tensors
+    sync           policy -> own engine, audited
+    generation     own engine's tensors -> server, audited; the server generates
+    scoring, loss  the policy calls the own engine's kernels on that engine's tensors
 
-The own engine takes the FP8 model once more on each trainer rank, and a KV cache for one sequence: it computes single
-sequences in checks, and samples nothing. Staged tensors are there as without it. Both run the same kernels on a CPU,
-where rows do not depend on their batch. A server on GPUs has no batch-invariant kernels, so they are refused.
+The own engine takes memory for one more FP8 model on each trainer rank, beside the staged tensors (staged_engine.py),
+and for the KV cache of one sequence: it computes single sequences in checks, and samples nothing. On a CPU both
+engines run the same kernels, and a row does not depend on its batch. On GPUs a server has no batch-invariant kernels,
+so GPUs are refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +37,7 @@ MIB = 2**20
 
 
 class HeldWeights(PolicyWeights):
-    """Weights of a policy as an engine in this process holds them."""
+    """Weights of a policy as the trainer's own engine holds them."""
 
     def __init__(self, generation: ServerGeneration, own: FP8VLLMGeneration):
         super().__init__(generation)
@@ -59,7 +60,7 @@ class HeldWeights(PolicyWeights):
 
 
 class MirroredScales:
-    """`sync.records.CarriedValue` of a server: the KV scales that were sent to the own engine."""
+    """`sync.records.CarriedValue` of a server: the KV scales that the own engine holds."""
 
     def __init__(self, own: CarriedValue, store: StagedScales):
         self.name, self._own, self._store = own.name, own, store
@@ -146,7 +147,7 @@ class MirroredGeneration(FP8VLLMGeneration):
 
     @property
     def last_sync(self) -> SyncReport | None:
-        """Return the report of the own engine's sync, with the seconds of the server's if it has followed."""
+        """Return the report of the own engine's sync. Its seconds include the server's sync once that is done."""
         return self.delivery.last if self._is_server_behind else self._sync_of_both
 
     @property
@@ -170,7 +171,10 @@ class MirroredGeneration(FP8VLLMGeneration):
         super().send_weights()
 
     def generate(self, *args, **kwargs) -> tuple:
-        """Generate by the server with what the own engine holds. Collective; raises as `ServerGeneration.generate`."""
+        """Send the own engine's tensors to the server if it has older ones, and let it generate. Collective.
+
+        Raises what `ServerGeneration.generate` raises.
+        """
         self.delivery.verify()
         if self._is_server_behind:
             self.server.send_weights()

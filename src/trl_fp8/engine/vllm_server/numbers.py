@@ -1,4 +1,4 @@
-"""Numbers of a model's config that no tensor shows, which trainer and server compare."""
+"""Fields of a model's config that no tensor shows, such as rope_theta. Trainer and server compare them."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ WORDS = (
 def numbers_of(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of a text config whose names contain one of `WORDS`, as JSON values.
 
-    What is 0 or False is None: vLLM writes None for a window of 0.
+    0 and False become None, because vLLM writes None for a window of 0.
     """
     fields = json.loads(json.dumps(config.to_dict(), default=str))
     return {name: value or None for name, value in fields.items() if any(word in name for word in WORDS)}

@@ -9,15 +9,15 @@ from importlib import import_module
 
 
 SWITCH = "TRL_FP8_SERVER"
-BACKEND = "trl_fp8"  # of vLLM's --weight-transfer-config
+BACKEND = "trl_fp8"  # name of `Receiver` in vLLM's --weight-transfer-config
 FOLDER = "TRL_FP8_TRANSFER"  # the only folder from which a server reads files of trainers
 DEFAULT_FOLDER = "/dev/shm"  # noqa: S108, its files are created exclusively, and their owner is checked
-TOKEN = "TRL_FP8_TOKEN"  # noqa: S105, the name of a variable: what endpoints that change state ask for
-TRAINER = "X-TRL-FP8-Trainer"  # header of a trainer's calls: its number, drawn at its start
+TOKEN = "TRL_FP8_TOKEN"  # noqa: S105, a variable's name: the token for endpoints that change state
+TRAINER = "X-TRL-FP8-Trainer"  # header of a trainer's calls: a random number that identifies the trainer
 SCALES = "TRL_FP8_SCALES"  # scale format of FP8 weights for which the server checked its kernels
 EXTENSION = "TRL_FP8_EXTENSION"  # module whose `register()` changes what the server's processes run
-UPLOAD = "/fp8_upload"  # endpoint for files of a trainer that the workers cannot see
-WAIT = "TRL_FP8_WAIT"  # seconds for which requests wait for the end of an update
+UPLOAD = "/fp8_upload"  # endpoint to which a trainer sends files that the workers cannot see
+WAIT = "TRL_FP8_WAIT"  # seconds that a request waits for the end of an update
 
 
 def register() -> None:

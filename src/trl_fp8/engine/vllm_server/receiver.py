@@ -1,11 +1,11 @@
-"""The worker's side of a server: it writes what a trainer staged into the engine's tensors, and reports what it holds.
+"""The worker's side of a server: it writes what a trainer sends into the engine's tensors, and reports what they hold.
 
-`Receiver` is vLLM's weight transfer engine, whose calls return nothing. `WorkerExtension` answers RPCs with strings,
-numbers, lists and dictionaries: a result that msgpack cannot encode ends the engine's output thread.
+`Receiver` is a weight transfer engine of vLLM's, whose calls return nothing. `WorkerExtension` answers RPCs with
+strings, numbers, lists and dictionaries: a result that msgpack cannot encode ends the engine's output thread.
 
-Nothing here raises. With several workers vLLM 0.31 stops reading answers at the first error (PR #57846), and then
-takes the remaining ones for answers to the next call. Errors are kept, and `fp8_state` returns them. Each answer
-repeats the number of its question.
+Nothing here raises after the start. With several workers vLLM 0.31 stops reading answers at the first error (PR
+#57846), and then takes the remaining ones for answers to the next call. So `Receiver` keeps errors, and `fp8_state`
+returns them. Each answer repeats the number of its call.
 """
 
 import os
@@ -43,7 +43,7 @@ from .staging import ALIGNED, Table, content, read, size_of
 
 
 class Receiver(WeightTransferEngine):
-    """One worker's end of a transfer. `RuntimeError` at a start with kernels that do not keep what is sent."""
+    """One worker's end of a transfer. `RuntimeError` at the start if a sync cannot write what a kernel reads."""
 
     init_info_cls, update_info_cls = dict, dict
     supports_draft_weight_update = False
@@ -52,24 +52,27 @@ class Receiver(WeightTransferEngine):
         super().__init__(*args)
         keep_untiled_scales(self.model)
         require_auditable(self.model)
-        self.instance = uuid.uuid4().hex  # a restarted worker has another one, and holds nothing
-        self.version = -1  # of the policy that is held, if no update has begun since
-        self.latest_version = 0  # that a trainer has sent, also one that was not written to its end
-        self.error = ""  # of the latest update
+        self.instance = uuid.uuid4().hex  # a restarted worker has another one, and no policy
+        self.version = -1  # version of the policy in the engine; -1 during an update, and after one that failed
+        self.latest_version = 0  # the highest that a trainer has sent, even if writing it failed
+        self.error = ""  # text of the latest update's error
         self.layout = self.constants = Layout([])
-        self.arrived: dict[str, int] = {}  # checksums of whole tensors as they were read, or are held since a patch
-        self.parts: dict[str, int] = {}  # checksums of this worker's parts of them
-        self.split: dict[str, list] = {}  # tensors whose `arrived` is that of a part: which, and number of elements
-        self.seconds = 0.0  # of CPU, that the latest update took
-        self._trainer = ""  # that connected last
+        self.arrived: dict[str, int] = {}  # checksum of each whole tensor as it was read, or after a patch as held
+        self.parts: dict[str, int] = {}  # checksum of this worker's part of each tensor
+        self.split: dict[str, list] = {}  # tensor with a part's checksum in `arrived` -> [which part, elements in it]
+        self.seconds = 0.0  # CPU time of the latest update
+        self._trainer = ""  # name of the trainer that connected last
         self._table: Table = {}
-        self._written = -1  # version of the policy that is held: -1 while it is being written
-        self._patched: set[str] = set()  # tensors of which `state` has to take checksums
+        self._written = -1  # version that `_write` has written; -1 while it writes, and if it failed
+        self._patched: set[str] = set()  # tensors that a patch has changed since `state` computed checksums
         self._scale_copies: KVScaleCopies | None = None
         self._scales: KVScales | None = None
 
     def describe(self, linears: list[str], buffers: list[str]) -> dict:
-        """Return what this worker's engine is. `linears` and `buffers`: the policy's, by the engine's names."""
+        """Return how this worker's engine computes, and its tensors. Also sets `layout` and `constants`.
+
+        `linears` and `buffers` are the engine's names of the policy's linears and buffers.
+        """
         of_policy = engine_layout(self.model, set(linears), set(buffers))
         layers = [module for module in self.model.modules() if isinstance(module, Added)]
         added = [piece for layer in layers for piece in layer.pieces()]
@@ -106,13 +109,14 @@ class Receiver(WeightTransferEngine):
             return str(error)
 
     def most_bytes(self) -> int:
-        """Return the bytes of a trainer's file that has as much as this worker holds of a policy, or 0 before
-        `describe`.
-        """
+        """Return the most bytes of a trainer's file with what this worker holds of a policy; 0 before `describe`."""
         return sum(tensor.nbytes + ALIGNED for tensor in self.layout.held.values())
 
     def state(self) -> dict:
-        """Return what this worker holds now. Checksums are strings: not every JSON reader has integers of 64 bits."""
+        """Return version, error and checksums of what this worker holds now.
+
+        Checksums are strings, because not every JSON reader has integers of 64 bits.
+        """
         wrong_scales = ""
         if self._scales is not None:
             try:
@@ -127,7 +131,7 @@ class Receiver(WeightTransferEngine):
             "error": self.error,
             "arrived": {name: str(checksum) for name, checksum in self.arrived.items()},
             "split": self.split,
-            "differ": [name for name, checksum in sums.items() if checksum != self.parts.get(name, -1)],
+            "differ": [name for name, checksum in sums.items() if checksum != self.parts.get(name)],
             "constants": [str(checksum) for checksum in self.constants.sums().tolist()],
             "kv_scales": None if self._scales is None else self._scales.values.tolist(),
             "kv_wrong": wrong_scales,
@@ -135,7 +139,7 @@ class Receiver(WeightTransferEngine):
         }
 
     def _note_patched(self, sums: Mapping[str, int]) -> None:
-        """Take checksums of what a patch has changed from what is held now: the trainer compares them with its own."""
+        """Compute checksums of patched tensors from what the engine holds: the trainer compares them with its own."""
         tensors = self.layout.held if self._patched else {}
         for name in self._patched:
             shape = self._table[name][1]
@@ -150,11 +154,11 @@ class Receiver(WeightTransferEngine):
     # -- vLLM's WeightTransferEngine
 
     def parse_init_info(self, init_dict: dict) -> dict:
-        """Return it unchecked: errors are noted by `init_transfer_engine`."""
+        """Return `init_dict` unchecked: `init_transfer_engine` keeps its errors."""
         return init_dict
 
     def parse_update_info(self, update_dict: dict) -> dict:
-        """Return it unchecked: errors are noted by `receive_weights`."""
+        """Return `update_dict` unchecked: `receive_weights` keeps its errors."""
         return update_dict
 
     def init_transfer_engine(self, init_info: dict) -> None:
@@ -173,17 +177,17 @@ class Receiver(WeightTransferEngine):
         self.version = -1 if self.error else self._written
 
     def shutdown(self) -> None:
-        """Do nothing: files are open, and groups of ranks exist, during an update alone."""
+        """Do nothing: files are open, and groups of ranks exist, only during an update."""
 
     def _note_errors(self, work: Callable[[], None]) -> None:
         """Call `work`, and keep its error for `state`: see the module's docstring."""
         try:
             work()
-        except Exception as error:  # of any kind: one that a worker raises would shift vLLM's later answers
+        except Exception as error:  # of any kind: a worker that raises would shift vLLM's later answers
             self.error = f"{type(error).__name__}: {error}"
 
     def _connect(self, trainer: str, table: Table, kv_layers: list[int] = (), skip_layers: list[int] = ()) -> None:
-        """Take updates of a trainer alone. `kv_layers` have k and v in a cache; that of `skip_layers` is BF16."""
+        """Accept updates of this trainer only. `kv_layers` cache k and v; the cache of `skip_layers` is BF16."""
         self._scale_copies = None
         if kv_layers:
             self._scale_copies = KVScaleCopies(fp8_attention_layers(self.model, kv_layers, skip_layers))
@@ -200,16 +204,16 @@ class Receiver(WeightTransferEngine):
         whole: dict | None = None,
         patch: dict | None = None,
     ) -> None:
-        """Write all of a policy, or what a patch changes."""
+        """Write a whole policy, or the changes of a patch."""
         if trainer != self._trainer:
             raise RuntimeError(f"another trainer has connected to this server since ({self._trainer or 'none'}).")
         start = time.process_time()
         self.latest_version = max(self.latest_version, version)
-        tensors = self.layout.held  # once: each access looks for all parameters anew
+        tensors = self.layout.held  # read once: each access looks up all parameters
         if patch is None:
             self._written = -1
             self._write_whole(whole, tensors)
-        elif version != self._written:  # else it has arrived twice
+        elif version != self._written:  # equal if the patch arrives a second time
             self._write_patch(tensors, **patch)
         self._written = -1
         for piece in self.layout.derived:
@@ -228,8 +232,8 @@ class Receiver(WeightTransferEngine):
             for name, found in sent:
                 tensor = found.to(self.device)
                 part = self.layout.pieces[name].of_sent(tensor)
-                # Checksums of what was read, not of the copy: the trainer compares the first with what it staged, and
-                # `state` the second with what the engine holds
+                # Checksums of what was read, not of the engine's copy: the trainer compares `arrived` with what it
+                # staged, and `state` compares `parts` with what the engine holds
                 self.arrived[name] = int(digest(tensor))
                 self.parts[name] = self.arrived[name] if part is tensor else int(digest(part))
                 tensors[name].copy_(part.view_as(tensors[name]))
@@ -237,7 +241,7 @@ class Receiver(WeightTransferEngine):
     def _sent(
         self, file: str = "", broadcast: dict | None = None, cuda_ipc: list[dict] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return an iterator over all tensors by their names, as one transport of the trainer brings them."""
+        """Return an iterator over `(name, tensor)` of a whole policy, from the transport whose argument is set."""
         if broadcast is not None:
             return received(self._table, self.device, self.parallel_config.rank + 1, **broadcast)
         if cuda_ipc is not None:
@@ -248,7 +252,7 @@ class Receiver(WeightTransferEngine):
     def _write_patch(
         self, tensors: Mapping[str, torch.Tensor], file: str, size: int, sha256: str, counts: list, base: int
     ) -> None:
-        """Write the patch in `file`. Errors before its first element is written leave the policy that is held."""
+        """Write the patch in `file`. An error before its first element is written leaves the policy unchanged."""
         if base != self._written or base < 0:
             raise RuntimeError(f"the patch changes version {base}, and this worker holds version {self._written}.")
         _require_in_folder(file)
@@ -272,7 +276,7 @@ def _require_in_folder(path: str) -> None:
 
 
 class WorkerExtension:
-    """Methods of every worker, for vLLM's `/collective_rpc`."""
+    """Methods that vLLM adds to every worker, for `/collective_rpc`."""
 
     weight_transfer_engine: Receiver
 
@@ -297,12 +301,12 @@ class WorkerExtension:
         return _answer(0, lambda: {"bytes": self.weight_transfer_engine.most_bytes()}).get("bytes", 0)
 
     def fp8_begin(self) -> None:
-        """Forget an update that a trainer left open: vLLM's worker would raise at the start of the next."""
+        """Forget an update that a trainer left open: vLLM's worker would raise at the start of the next one."""
         self._weight_update_active = False
 
 
 def _answer(number: int, question: Callable[[], dict]) -> dict:
-    """Return the answer with its question's number, or the error under "failed"."""
+    """Return what `question` returns, and `number`; after an error its text under "failed" instead."""
     try:
         return {"number": number, **question()}
     except Exception as error:  # of any kind, as in `_note_errors`

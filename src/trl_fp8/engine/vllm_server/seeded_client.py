@@ -16,7 +16,7 @@ from .staged_engine import StagedEngine
 
 
 CONCURRENT = 64  # requests at a time, for each server
-# A host that has lost power closes no connection: after a minute without an answer the connection is lost
+# A host that has lost power closes no connection. These options end it after a minute without an answer
 KEEP_ALIVE = [
     *HTTPConnection.default_socket_options,
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),  # milliseconds without an answer to what was sent
@@ -30,12 +30,12 @@ KEEP_ALIVE = [
 class SeededClient(VLLMClient):
     """TRL's client with one request and one seed for each prompt.
 
-    A server's own generators go on from run to run, so that a resumed run would sample other tokens. vLLM adds the
-    number of a completion to the seed of its request.
+    A server's own generators go on from run to run, so that a resumed run would sample other tokens. If a prompt has
+    several completions, vLLM adds the number of each to the seed of their request.
     """
 
     _seed: tuple[int, ...] = ()
-    failure: str | None = None  # why the latest call has no completions
+    failure: str | None = None  # error of the latest call, which then returned empty completions
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -55,32 +55,34 @@ class SeededClient(VLLMClient):
             seeded = {**(generation_kwargs or {}), "seed": int(state[0]) >> 2}
             requests.append({"prompts": [prompt], "generation_kwargs": seeded, **options})
         self.failure = None
+        answers = []
         try:
             answers = self._answers(requests)
-        except Exception as error:  # TRL raises `Exception`. Other ranks wait for an answer: `ServerGeneration` raises
+        except Exception as error:  # TRL raises `Exception`. Other ranks wait, so `ServerGeneration` raises on all
             self.failure = f"{type(error).__name__}: {error}"
+        if not answers:  # after an error, or without prompts
             empty = [[] for _ in range(len(prompts) * options.get("n", 1))]
             return {"prompt_ids": prompts, "completion_ids": empty, "logprobs": empty, "logprob_token_ids": empty}
         merged = {}
         for key, first in answers[0].items():
-            if first is None:  # log-probs for a trainer that reads none, as those that distill
+            if first is None:  # log-probs, for a trainer that requests none (distillation)
                 merged[key] = None
             else:
                 merged[key] = list(chain.from_iterable(answer[key] for answer in answers))
         return merged
 
     def _answers(self, requests: Sequence[dict]) -> list[dict]:
-        """Return the answer to each request: keyword arguments of TRL's `generate`."""
+        """Return the answer to each request. A request is the keyword arguments of TRL's `generate`."""
         with ThreadPoolExecutor(CONCURRENT) as executor:
             return list(executor.map(lambda request: super(SeededClient, self).generate(**request), requests))
 
 
 class DividedClient(SeededClient):
-    """Client of the servers of an engine. Each prompt goes to the server with the fewest requests in flight, and among
-    equals to the one that was sent the fewest so far.
+    """Client of the servers of an engine. Each prompt goes to the server with the fewest requests in flight; among
+    equals, to the server that was sent the fewest so far.
 
-    A server that fails is left out. Its prompts go to the others with the same seeds, also those that it has answered:
-    nobody can verify any more which policy it sampled them from.
+    A server that fails is left out. Its prompts go to the others with the same seeds, even those that it has answered,
+    because nobody can verify any more which policy it sampled from.
     """
 
     def __init__(self, engine: StagedEngine, timeout: float):
@@ -93,17 +95,17 @@ class DividedClient(SeededClient):
                 client.session.mount(scheme, KeptAlive(pool_maxsize=CONCURRENT))  # without TRL's minute of retries
             self._clients[server] = client
         self._in_flight = dict.fromkeys(engine.servers, 0)
-        self._sent = dict.fromkeys(engine.servers, 0)  # requests so far
+        self._sent = dict.fromkeys(engine.servers, 0)  # all requests so far
         self._answered: list[ServerLink] = []  # the server of each prompt of the latest call
         self._lock = Lock()
 
     def has_lost_answers(self) -> bool:
-        """Return whether a server that answered prompts of the latest call is left out since."""
+        """Return whether a server that answered prompts of the latest call has been left out since."""
         return not set(self._answered).issubset(self._engine.serving)
 
     def _answers(self, requests: Sequence[dict]) -> list[dict]:
         self._answered, answers = [None] * len(requests), [{}] * len(requests)
-        while self.has_lost_answers():  # at first nobody has answered
+        while self.has_lost_answers():  # at first True: no prompt has a server
             serving = self._engine.serving
             due = [index for index, server in enumerate(self._answered) if server not in serving]
             with ThreadPoolExecutor(CONCURRENT * len(serving)) as executor:
@@ -113,7 +115,7 @@ class DividedClient(SeededClient):
         return answers
 
     def _answer(self, request: dict) -> tuple[ServerLink, dict]:
-        """Return the answer to a request, and the server that gave it. The error of the last one left is raised."""
+        """Return a server and its answer to a request. If the last server that is left fails, raise its error."""
         while True:
             with self._lock:
                 server = min(self._engine.serving, key=lambda each: (self._in_flight[each], self._sent[each]))
@@ -133,7 +135,7 @@ class DividedClient(SeededClient):
 
 
 class KeptAlive(HTTPAdapter):
-    """Connections that notice a dead host."""
+    """Adapter for HTTP connections with the options `KEEP_ALIVE`, which notice a dead host."""
 
     def init_poolmanager(self, *args, **kwargs) -> None:
         super().init_poolmanager(*args, socket_options=KEEP_ALIVE, **kwargs)

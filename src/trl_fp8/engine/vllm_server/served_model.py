@@ -16,9 +16,9 @@ FP8 = "float8_e4m3fn"
 
 
 def require_numbers(base_url: str, policy: nn.Module, server: dict) -> None:
-    """Raise `ValueError` if a number that no tensor shows is not that of the policy's config."""
+    """Raise `ValueError` if a field of `numbers_of` in the server's config differs from the policy's."""
     own = numbers_of(policy.config.get_text_config())
-    both = own.keys() & server.keys()  # vLLM's own classes of configs have other fields
+    both = own.keys() & server.keys()  # vLLM's own config classes lack some fields and add others
     different = differences({name: own[name] for name in both}, {name: server[name] for name in both})
     if different:
         raise ValueError(
@@ -30,7 +30,8 @@ def require_numbers(base_url: str, policy: nn.Module, server: dict) -> None:
 def shapes_beside(base_url: str, parts: Sequence[EnginePart], facts: Mapping[str, list]) -> dict[str, list[int]]:
     """Return name -> shape of the tensors that a sync sends to layers which the server has added to the model.
 
-    The part that needs such layers derives them from the server's `facts`. `ValueError` if no part needs them.
+    The part that needs such layers computes the shapes from `facts` (`layout.Added.facts`). `ValueError` if no part
+    does.
     """
     for part in parts:
         shapes = part.served(base_url, facts)
@@ -49,7 +50,7 @@ def require_tensors(
 ) -> None:
     """Raise `ValueError` unless the server's tensors (name -> dtype) have the names and formats of the recipe.
 
-    `beside`: names of tensors that a sync sends beside the policy's.
+    `beside`: names of further tensors that a sync sends (`shapes_beside`).
     """
     fp8 = {recipe.engine_name(name) for name in recipe.fp8_tensors}
     names = {recipe.engine_name(name) for name in outline_of(policy).parameters}
@@ -73,7 +74,7 @@ def require_tensors(
 
 
 def require_scale_format(base_url: str, recipe: FP8Recipe, served: str) -> None:
-    """Raise `ValueError` unless the server's kernels were checked with scales as the trainer sends them."""
+    """Raise `ValueError` unless `served`, the scale format of the server's kernels, is that of the recipe."""
     if recipe.fp8_tensors and served != recipe.scale_format:
         raise ValueError(
             f"fp8_scale_format={recipe.scale_format!r}, but {base_url} was started with --scale-format {served}: its "
@@ -82,9 +83,10 @@ def require_scale_format(base_url: str, recipe: FP8Recipe, served: str) -> None:
 
 
 def require_cache(base_url: str, cached: Collection[int], recipe: FP8Recipe, served: list[int]) -> None:
-    """Raise `ValueError` unless the server's KV cache is FP8 in the layers (`served`) in which the recipe's is.
+    """Raise `ValueError` unless the server's KV cache is FP8 in the same layers as the recipe's.
 
-    `cached`: layers whose k and v are in a cache, if the recipe's cache is FP8.
+    `served`: the server's layers with an FP8 cache. `cached`: the policy's layers that cache k and v; empty if the
+    recipe's cache is not FP8.
     """
     expected = sorted(set(cached) - set(recipe.kv_cache_skip_layers))
     if served != expected:
@@ -95,7 +97,7 @@ def require_cache(base_url: str, cached: Collection[int], recipe: FP8Recipe, ser
 
 
 def differences(one: dict, other: dict) -> str:
-    """Return names and both values of what differs, empty if nothing does. Dictionaries are compared in turn."""
+    """Return names and both values of the entries that differ, also in nested dictionaries; empty if none does."""
     texts = []
     for name in sorted(one.keys() | other.keys()):
         values = one.get(name), other.get(name)

@@ -1,6 +1,7 @@
 """`ServerGeneration`: `RolloutEngine` whose rollouts come from vLLM servers that `trl-fp8 serve` started.
 
-TRL's own client generates. Only the first rank talks to servers; all ranks share them, and call everything together.
+TRL's client requests completions. Only the first rank talks to servers; all ranks share them, and call every method
+together.
 """
 
 import os
@@ -34,8 +35,9 @@ class ServerGeneration(DeliveredGeneration):
         transport: Value of the flag `vllm_server_transport`.
         **kwargs: As for `DeliveredGeneration`.
 
-    `ValueError` for a policy or a trainer's host that this way of weights does not serve, or for a server of another
-    model or recipe.
+    Raises:
+        ValueError: Servers cannot run the policy, `transport` cannot read its device, or a server has another model or
+            recipe.
     """
 
     pinned = {}
@@ -54,7 +56,7 @@ class ServerGeneration(DeliveredGeneration):
         controls = [Control(url) for url in self._urls] if self.accelerator.is_main_process else []
         if self.accelerator.num_processes > 1:
             self.replicas = Replicas(self.accelerator.process_index, 1, all_reduce_max, all_reduce_max)
-        folder = os.environ.get(FOLDER, DEFAULT_FOLDER)
+        folder = os.environ.get(FOLDER) or DEFAULT_FOLDER
         device = self.accelerator.device if self.accelerator.device.type != "cpu" else None
         options = self.server_timeout, device, self._of_first, self.parts, self._transport
         self.engine = StagedEngine(controls, self.model, self.recipe, folder, *options)
@@ -99,7 +101,7 @@ class ServerGeneration(DeliveredGeneration):
             self.vllm_client = SeededClient(base_url=self._urls[0], connection_timeout=self.server_timeout)
 
     def _require_generated(self) -> None:
-        """Raise `RuntimeError` on all ranks if the server did not answer the first one. Collective."""
+        """Raise `RuntimeError` on all ranks if the latest request of the first rank failed. Collective."""
         failure = of_first(self.vllm_client.failure if self.accelerator.is_main_process else None)
         if failure is not None:
             raise RuntimeError(
@@ -116,7 +118,7 @@ class ServerGeneration(DeliveredGeneration):
             )
 
     def _require_context(self, served: int) -> None:
-        """Raise `ValueError` if the server would cut sequences short that the trainer allows."""
+        """Raise `ValueError` if the trainer allows longer sequences than the server's, `served` tokens."""
         outline = outline_of(self.model)
         longest = self.max_model_length or int(outline.context * outline.stretch)
         if served < longest:
@@ -132,14 +134,15 @@ class ServerGeneration(DeliveredGeneration):
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
     ) -> tuple:
-        """Generate as TRL does, if the server holds what was delivered. Collective.
+        """Generate as TRL does, after a check that the server still holds what was delivered. Collective.
 
         Raises:
-            RuntimeError: The server holds no complete policy, or was changed or started again since the last sync.
+            RuntimeError: The server holds no complete policy, has changed or was started again since the last sync, or
+                did not generate.
         """
         self.delivery.verify()
         current = self._occasion
-        calls = {}  # without those of earlier steps
+        calls = {}  # `_calls` without those of earlier steps
         for occasion, count in self._calls.items():
             if (occasion.run_seed, occasion.step) == (current.run_seed, current.step):
                 calls[occasion] = count
@@ -151,8 +154,8 @@ class ServerGeneration(DeliveredGeneration):
         while is_due:
             output = super().generate(prompts, images, num_generations, profiler)
             self._require_generated()
-            self.delivery.verify()  # another trainer's sync would let requests in flight go on with its weights
-            # Sample once more, with the same seeds, if a server was lost before it could be verified
+            self.delivery.verify()  # once more: requests in flight go on with the weights of another trainer's sync
+            # Sample again, with the same seeds, if a server was lost before it could be verified
             is_due = len(self._urls) > 1 and self.engine.on_first(lambda: self.vllm_client.has_lost_answers())
         require_same_prompts(prompts, output[0])
         return output
@@ -173,10 +176,13 @@ def of_first(value: Any) -> Any:
 
 
 def tensor_parallel_size(addresses: str, patience: float, state: Accelerator | PartialState, user_size: int) -> int:
-    """Return the number of each server's workers, which decides which layers can be FP8. Collective.
+    """Return the number of workers that each server has. It decides which layers can be FP8. Collective.
 
-    `ValueError` if the user's flag has another value than that or 1, its default, or servers differ; `RuntimeError`
-    for another service at an address, or none. All ranks raise.
+    All ranks raise.
+
+    Raises:
+        ValueError: Servers differ, the token is wrong, or `user_size` (the user's flag) is neither that number nor 1.
+        RuntimeError: At an address there is no server, or another service.
     """
     sizes: dict[str, int] = {}
     error: Exception | None = None

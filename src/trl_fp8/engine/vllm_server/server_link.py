@@ -1,4 +1,4 @@
-"""`ServerLink`: one vLLM server of a trainer: how it computes, what its workers hold, and what is pushed to them."""
+"""`ServerLink`: a trainer's link to one vLLM server. It sends the policy, and checks what the workers hold."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from torch import nn
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.recipe.from_model import caches_of, persistent_buffers
 from trl_fp8.recipe.messages import listed
-from trl_fp8.recipe.outline import kv_layers
+from trl_fp8.recipe.outline import kv_layers_of
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .client import ServerGone
@@ -55,7 +55,7 @@ class Control(Protocol):
 
 @dataclass(frozen=True)
 class Push:
-    """The policy of one sync, as all servers get it."""
+    """The policy of one sync, in the forms in which servers can get it."""
 
     file: StagingFile  # holds the whole policy of `version`
     staged: torch.Tensor  # the same bytes, on the policy's device
@@ -66,7 +66,7 @@ class Push:
 
 
 class ServerLink:
-    """One server. `ValueError` if its tensors are not those of policy and recipe. Waits `patience` seconds for it."""
+    """One server. Waits `patience` seconds for it at first. `ValueError` if it does not fit policy and recipe."""
 
     def __init__(
         self,
@@ -80,24 +80,24 @@ class ServerLink:
         self.control, self._policy, self._recipe, self._parts = control, policy, recipe, parts
         self._transport_flag = transport
         self.base_url = control.base_url
-        self.states: list[dict] = []  # of the workers, as they were last asked
+        self.states: list[dict] = []  # the workers' latest `Receiver.state`
         self.constants: list[list[str]] = []  # checksums of buffers that no sync writes, by worker
-        self.patch: Patch | None = None  # of the latest push; None: all was sent
-        # The version that the workers hold, as an audit has shown; None: not known. `resume` sets it, because a caller
+        self.patch: Patch | None = None  # what the latest push sent; None: the whole policy
+        # The version that the workers hold according to an audit; None: not known. `resume` sets it, because a caller
         # resumes only after its audit has passed
         self.proven: int | None = None
-        self.latest_version = 0  # that any trainer had sent when the workers were described last
-        self._version = 0  # of the latest push
+        self.latest_version = 0  # highest that any trainer had sent when the workers were last described
+        self._version = 0  # version of the latest push
         self._paused_at: float | None = None
-        self._instances: list[str] | None = None  # of the workers that know the staged file
-        self._states_are_fresh = False  # push() has just asked for states, so sums() need not ask again
-        self._answering: list[str] = []  # instances of the workers that were described last
+        self._instances: list[str] | None = None  # `Receiver.instance` of the workers that know the staged file
+        self._states_are_fresh = False  # `push` has just fetched `states`, so `sums` need not
+        self._answering: list[str] = []  # `Receiver.instance` of the workers that were last described
         self.described = self._describe(patience)
         self.transport: Transport | None = None
-        self._patches: Transport | None = None  # which brings patches; with "auto" it is `transport`
+        self._patches: Transport | None = None  # brings patches; with "auto" the same as `transport`
 
     def _describe(self, patience: float) -> dict:
-        """Return how the workers compute and which tensors they hold, all of them the same ones."""
+        """Return what `Receiver.describe` returns in all workers. Raise if they differ or do not fit the policy."""
         self.control.wait_until_up(patience)
         buffers = [self._recipe.engine_name(name) for name, _ in persistent_buffers(self._policy)]
         answers = self.control.rpc("fp8_describe", sorted(self._recipe.linears), buffers)
@@ -119,11 +119,13 @@ class ServerLink:
         return first
 
     def _cached_layers(self) -> list[int]:
-        """Return the layers whose k and v are in a cache, if the recipe's cache is FP8."""
-        return list(kv_layers(caches_of(self._policy.config.get_text_config()))) if self._recipe.fp8_kv_cache else []
+        """Return the layers that cache k and v; none unless the recipe's cache is FP8."""
+        return (
+            list(kv_layers_of(caches_of(self._policy.config.get_text_config()))) if self._recipe.fp8_kv_cache else []
+        )
 
     def receive(self, push: Push, patience: float) -> None:
-        """Let the workers copy a push. They generate nothing until `resume`. Wait `patience` seconds for a server."""
+        """Let the workers copy a push. They generate nothing until `resume`. Waits `patience` seconds for them."""
         proven, self.proven = self.proven, None
         is_known = self.connect(push, patience)
         self.patch = push.patch if is_known and proven is not None and proven == push.base else None
@@ -133,8 +135,8 @@ class ServerLink:
 
     @contextmanager
     def sent(self, push: Push) -> Iterator[dict]:
-        """Yield where the workers find the patch. Without a patch, or without room for it, yield where they find the
-        whole policy.
+        """Yield where the workers find the patch, or the whole policy if there is no patch or no room for it: the
+        arguments `patch` or `whole` of `Receiver._write`.
         """
         with ExitStack() as transfer:
             patch, sent = self.patch, {}
@@ -153,17 +155,17 @@ class ServerLink:
             yield sent
 
     def begin(self) -> None:
-        """Pause the server, whose workers hold no whole policy from now on."""
+        """Pause the server and start an update. From now on its workers hold no complete policy."""
         if self._paused_at is None:  # a repeated push is already paused: keep its first start
             self._paused_at = time.perf_counter()
         self.control.pause()
         self.control.start_weight_update()
 
     def push(self, push: Push, sent: dict) -> None:
-        """Let the workers copy what is sent (`self.sent`).
+        """Let the workers copy what `self.sent` yields.
 
-        `RuntimeError` if a worker has an error, or holds another version now; with a patch, also if it held something
-        else before.
+        `RuntimeError` if a worker has an error, or another version afterwards. With a patch also if a tensor had
+        changed before.
         """
         self._version = push.version
         self._states_are_fresh = False
@@ -178,10 +180,10 @@ class ServerLink:
             raise RuntimeError(f"{self.base_url}: tensors had changed before a patch came: {listed(different, 4)}.")
 
     def choose_transport(self, file: StagingFile, staged: torch.Tensor) -> None:
-        """Let the workers read the trainer's files, or what they get in HTTP bodies if they do not see those.
+        """Choose how bytes come to the workers: in the trainer's files if all workers see them, else in HTTP bodies.
 
-        With another flag than "auto", that transport brings whole policies, and files or bodies bring only patches.
-        `ValueError` if a worker cannot be reached by it.
+        If the flag is not "auto", its transport brings whole policies, and files or bodies bring only patches.
+        `ValueError` if that transport does not reach a worker.
         """
         flag = self._transport_flag
         reached = [] if flag == "auto" else self.control.rpc("fp8_reaches", flag, gpu_of(staged))
@@ -209,7 +211,10 @@ class ServerLink:
             logger.warning(f"Weights travel to {self.base_url} by {self.transport.name} from now on.")
 
     def connect(self, push: Push, patience: float) -> bool:
-        """Tell the workers what a push consists of, unless they know it. Return whether they knew it already."""
+        """Tell the workers the table of the staged file, unless they know it. Return whether they knew it already.
+
+        Workers that were started again are described and checked as at first. `ValueError` if they compute otherwise.
+        """
         self.control.wait_until_up(patience)
         answering = [answer["instance"] for answer in self.control.rpc("fp8_instance")]
         if answering == self._instances:
@@ -242,8 +247,8 @@ class ServerLink:
         return False
 
     def _ask(self) -> None:
-        """Get the state of the workers. `RuntimeError` if one has an error; the next `connect` then describes all
-        workers again.
+        """Fetch `states`. `RuntimeError` if a worker has an error; the next `connect` then describes all workers
+        again.
         """
         self.states = self.control.rpc("fp8_state")
         errors = [f"worker {rank}: {state['error']}" for rank, state in enumerate(self.states) if state["error"]]
@@ -260,12 +265,15 @@ class ServerLink:
                 "Is it the server of another trainer, too?"
             )
 
-    def sums(self, elements: dict[str, int]) -> list[int]:
-        """Return the checksum of each whole tensor (name -> number of elements) as all workers read it; 0 if workers
-        disagree on it, or if a worker's tensor has changed since it was written.
+    def sums(self, elements: dict[str, int]) -> list[int | None]:
+        """Return the checksum of each whole tensor as all workers read it. `elements`: name -> number of elements.
 
-        `ServerGone` if the server was started again since the latest push. `RuntimeError` if a worker has an error or
-        another version, or if buffers that no sync writes, or tensors that the engine derives, have changed.
+        None if workers disagree, if parts are missing, or if a worker's tensor has changed since it was written.
+
+        Raises:
+            ServerGone: The server was started again since the latest push.
+            RuntimeError: A worker has an error or another version. Or tensors have changed that no sync sends
+                (constant buffers and derived tensors).
         """
         proven, self.proven = self.proven, None
         if not self._states_are_fresh:
@@ -284,18 +292,23 @@ class ServerLink:
         sums = [self._agreed_sum(name, count) for name, count in elements.items()]
         if not different:
             self.proven = proven
-        return [0 if name in different else agreed for name, agreed in zip(elements, sums, strict=True)]
+        return [None if name in different else agreed for name, agreed in zip(elements, sums, strict=True)]
 
-    def _agreed_sum(self, name: str, elements: int) -> int:
-        """Return the checksum of a whole tensor of so many elements as all workers hold it; 0 if they do not agree."""
+    def _agreed_sum(self, name: str, elements: int) -> int | None:
+        """Return the checksum of a whole tensor of `elements` elements; None if workers disagree or parts are missing.
+
+        0 would not do for None: it is the checksum of zeros.
+        """
         by_part: dict[str, tuple[int, int]] = {}  # which part -> its number of elements and its checksum
         for state in self.states:
+            if name not in state["arrived"]:
+                return None
             part, count = state["split"].get(name, ("all", elements))
-            found = count, int(state["arrived"].get(name, 0))
+            found = count, int(state["arrived"][name])
             if by_part.setdefault(part, found) != found:
-                return 0
+                return None
         if sum(count for count, _ in by_part.values()) != elements:
-            return 0
+            return None
         total = sum(checksum for _, checksum in by_part.values())
         return (total + 2**63) % 2**64 - 2**63  # checksums are added modulo 2**64
 
@@ -315,13 +328,13 @@ class ServerLink:
 
     @property
     def instances(self) -> list[str]:
-        """Return the instances of the workers that were described last."""
+        """Return `Receiver.instance` of the workers that were last described."""
         return self._answering
 
     def distrust(self) -> None:
-        """Send all at the next sync, and no patch."""
+        """Make the next sync send the whole policy instead of a patch."""
         self.proven = None
 
     def forget(self) -> None:
-        """Forget what the workers know: the server is gone, and the next sync sends all to another one."""
+        """Forget what the workers know: the server is gone, and the next sync finds another one, which needs all."""
         self._instances = self.proven = self._paused_at = None

@@ -1,4 +1,4 @@
-"""The arguments and the environment of vLLM's own server for a recipe: those of a colocated engine, as its flags."""
+"""Arguments and environment of vLLM's own server for a recipe: a colocated engine's arguments, as flags."""
 
 import json
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ def server_arguments(
     parts: Sequence[EnginePart] = (),
     **recipe_flags,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments of `vllm serve MODEL`, and environment variables, for what `recipe_flags` make FP8, and for
-    `parts` of features.
+    """Return the arguments of `vllm serve MODEL` and its environment variables.
 
-    Kernels are checked here and the fastest is pinned, as for a colocated engine: on the first GPU of this process.
-    Raises `ValueError` as `recipe_for` and `Platform.arguments`, `RuntimeError` if no kernel passes its check.
+    `recipe_flags` are those of `recipe_for`. Features add arguments and variables by their `parts`. As for a colocated
+    engine, kernels are checked and the fastest is pinned, here on the first GPU of this process. Raises the
+    `ValueError`s of `recipe_for` and `Platform.arguments`, and `RuntimeError` if no kernel passes its check.
     """
     config = AutoConfig.from_pretrained(model, revision=revision)
     with torch.device("meta"):
@@ -69,7 +69,10 @@ def server_arguments(
 
 
 def guard_environment(token: str, folder: str, wait: float) -> dict[str, str]:
-    """Return the environment variables that guard.py reads: token, folder of trainers' files, seconds to wait."""
+    """Return the environment variables that guard.py reads.
+
+    `folder`: of trainers' files. `wait`: seconds that requests wait for the end of an update.
+    """
     return {TOKEN: token, FOLDER: folder, WAIT: f"{wait:g}"}
 
 
@@ -88,7 +91,7 @@ def _as_flags(arguments: dict) -> list[str]:
 
 
 class RefusingParser(FlexibleArgumentParser):
-    """vLLM's parser. It raises `ValueError` for a mistake."""
+    """vLLM's parser, which raises `ValueError` instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"trl-fp8 serve passes further flags on to vLLM, which refuses them: {message}")
@@ -101,7 +104,7 @@ def names_set_by(words: list[str]) -> set[str]:
     Raises `ValueError` for words that vLLM's parser refuses, and for a word that belongs to no flag.
     """
     if "--config" in words:
-        return {"config"}  # the parser would read the file
+        return {"config"}  # the parser would read this file
     parser = make_arg_parser(RefusingParser())
     names = vars(parser.parse_args([]))
     parser.set_defaults(**dict.fromkeys(names, UNSET))

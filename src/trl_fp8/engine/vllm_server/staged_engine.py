@@ -1,18 +1,20 @@
 """`StagedEngine`: vLLM servers as a delivery sees them. A delivery writes into staged tensors, and workers copy them.
 
-    [write]              into staged tensors on this host, checksums noted
-    arrive               find what has changed; each server (server_link.py) gets that, or all
-    layout.sums          checksums of what the workers hold, if they read what was staged
+    [write]              the delivery writes into the staged tensors
+    arrive               find what has changed; each server (server_link.py) gets a patch, or the whole policy
+    layout.sums          checksums of what the workers hold, for the audit
     reset_prefix_cache   let the servers generate again
 
 Only the first rank of a job talks to servers. Other ranks stage the same tensors, and the audit compares them. An
-error of a server is raised on all ranks, or inside of what they agree on: one that raised alone would leave the
-others waiting. Staged tensors are one FP8 copy of the model on each rank, on the device of the policy. The first rank
-also has a file in shared memory, with what was sent last. Workers get all of it, by a transport (transports.py). If
-the audit of the latest sync has passed, and nothing was found changed since, they get a patch: what has changed
-(weight_patches.py).
+error of a server is raised on all ranks (`on_first`), or where the ranks agree on errors (sync/delivery.py): a rank
+that raised alone would leave the others waiting.
 
-Of several servers one that is lost is left out, until a sync reaches it again. Any other error of one stops the sync.
+Staged tensors are one FP8 copy of the model on each rank, on the device of the policy. The first rank also has a file
+in shared memory, with what was sent last. If the audit of the latest sync has passed, and no tensor was found changed
+since, the workers get a patch (weight_patches.py), else the whole policy by a transport (transports.py).
+
+If there are several servers, a lost one is left out until a sync reaches it again. Any other error of one stops the
+sync.
 """
 
 import logging
@@ -41,20 +43,20 @@ from .staging import StagingFile, arranged, pieces_of, size_of, views
 from .weight_patches import Patch, bring_up_to_date
 
 
-logger = logging.getLogger(__name__)  # of the one rank that talks to the server
+logger = logging.getLogger(__name__)  # only the rank that talks to servers logs
 
 
 class StagedLayout(Layout):
-    """Layout of staged tensors, each whole, whose checksums are those of what the server's workers hold."""
+    """Layout of whole staged tensors. On the first rank `sums` returns checksums of what the servers' workers hold."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], engine: "StagedEngine"):
         super().__init__(pieces_of(tensors))
         self.device = next(iter(tensors.values())).device
         self._engine = engine
-        self._failure: RuntimeError | None = None  # of the latest `sums`
+        self._failure: RuntimeError | None = None  # error of the latest `sums`
 
     def sums(self) -> torch.Tensor:
-        """Return the checksum `[n]` of each tensor; zeros, with a warning, if the server cannot be asked.
+        """Return the checksum `[n]` of each tensor. Log a warning and return wrong ones if the server cannot be asked.
 
         An audit calls this between collectives, where one rank must not raise.
         """
@@ -64,9 +66,9 @@ class StagedLayout(Layout):
         try:
             return torch.tensor(self._engine.worker_sums(), device=self.device)
         except Exception as error:
-            self._failure = RuntimeError(str(error))  # as a delivery expects, from all ranks
+            self._failure = RuntimeError(str(error))  # the type that a delivery expects of `changed`
             logger.warning(str(error))
-            return torch.zeros(len(self.names), dtype=torch.int64, device=self.device)
+            return ~super().sums()
 
     @property
     def blame(self) -> str:
@@ -84,11 +86,11 @@ class StagedLayout(Layout):
 
 
 class StagedScales:
-    """`engine.protocol.KVScaleStore`: they travel with the weights, and every worker returns those that it holds."""
+    """`engine.protocol.KVScaleStore`: scales travel with the weights, and every worker returns its scales."""
 
     def __init__(self, engine: "StagedEngine"):
         self._engine = engine
-        self.value: KVScales | None = None  # staged beside the weights
+        self.value: KVScales | None = None  # the scales that the next push sends
 
     def write(self, scales: KVScales) -> None:
         self.value = scales
@@ -108,16 +110,15 @@ class StagedEngine:
     Args:
         controls: Clients of the servers; empty on all ranks but the first.
         policy: The model that the servers follow.
-        recipe: With the servers' tensor parallel size.
-        folder: Of the staged file, which servers and trainer share.
+        recipe: The policy's recipe, with the servers' tensor parallel size.
+        folder: Folder for the staged file; workers that see it read it there.
         patience: Seconds to wait for a server that does not answer.
-        device: Of the policy, which is written there before the file is brought up to date; None: CPU.
+        device: The policy's device, on which the staged tensors are; None: CPU.
         of_first: Returns the first rank's argument on all ranks. Collective.
-        parts: Of features, which may need tensors of the servers beside the policy's.
+        parts: Parts of features, which may add tensors to the policy's.
         transport: Value of the flag `vllm_server_transport`.
 
-    `ValueError` on all ranks for a server whose tensors are not those of policy and recipe, or that computes otherwise
-    than the first one.
+    `ValueError` on all ranks if a server does not fit policy and recipe, or computes otherwise than the first server.
     """
 
     def __init__(
@@ -137,24 +138,24 @@ class StagedEngine:
         self.base_url = ", ".join(control.base_url for control in controls) or "the server"
         self.scales = StagedScales(self)
         self.servers: list[ServerLink] = []
-        self.serving: list[ServerLink] = []  # those that have taken part in the latest sync, and are not lost since
-        self.version = 0  # of the file, and of the latest push, after those of earlier trainers of the servers
-        self.pause_seconds = 0.0  # of the latest sync: from /pause to the answer of /resume, of the slowest server
-        self.patch_over_whole = 1.0  # bytes that the workers read in the latest sync, over those of all tensors
-        self.served_by = 0  # servers that the latest sync has reached
-        self.blame = ""  # of the latest checksums, see `Layout`
-        self._lost: list[ServerLink] = []  # of which a warning has told
+        self.serving: list[ServerLink] = []  # servers that took part in the latest sync and are not lost since
+        self.version = 0  # version of the file and of the latest push; goes on from that of earlier trainers
+        self.pause_seconds = 0.0  # slowest server of the latest sync: from /pause to the answer of /resume
+        self.patch_over_whole = 1.0  # bytes sent to a server in the latest sync (mean) / bytes of all tensors
+        self.served_by = 0  # number of servers that the latest sync has reached
+        self.blame = ""  # which servers hold which wrong tensors by the latest checksums, see `Layout`
+        self._lost: list[ServerLink] = []  # lost servers that a warning has named
         described = self.on_first(self._describe)
         self.numerics = EngineNumerics(
             kernels=described["kernels"],
             linears=ActivationScaling(*described["linears"]) if described["linears"] else None,
             query_rounded=described["query_rounded"],
         )
-        self.added: dict[str, list] = described["added"]  # facts of `Added` layers of a server
-        self.beside = shapes_beside(self.base_url, parts, self.added)  # tensors that are not the policy's
+        self.added: dict[str, list] = described["added"]  # `Added.facts` of a server's layers
+        self.beside = shapes_beside(self.base_url, parts, self.added)  # shapes of tensors that are not the policy's
         forms = self._forms(described["tensors"])
-        self.context = described["context"]  # tokens of the longest sequence
-        self._file: StagingFile | None = None  # on the first rank; removed when that forgets it, or ends
+        self.context = described["context"]  # tokens of the longest sequence that a server takes
+        self._file: StagingFile | None = None  # first rank only; removed with this object, or when the process ends
         table, size = arranged(forms)
         self._staged = torch.zeros(size, dtype=torch.uint8, device=device)
         self.on_first(lambda: self._stage(folder, forms))
@@ -176,7 +177,7 @@ class StagedEngine:
         return result
 
     def _describe(self) -> dict:
-        """Connect to all servers, and return how they compute and which tensors they hold, all the same ones."""
+        """Connect to all servers, and return what describes each of them. `ValueError` if they differ."""
         of_all = self._policy, self._recipe, self._patience, self._parts, self._transport
         with ThreadPoolExecutor(len(self._controls)) as executor:
             links = [executor.submit(ServerLink, control, *of_all) for control in self._controls]
@@ -209,7 +210,7 @@ class StagedEngine:
             server.choose_transport(self._file, self._staged)
 
     def _forms(self, dtypes: dict[str, str]) -> dict[str, tuple[str, list[int]]]:
-        """Return dtype (the servers') and whole shape (the policy's) of each tensor, by its name in the engine."""
+        """Return engine name -> (dtype in the servers, whole shape in the policy) of each tensor."""
         recipe = self._recipe
         forms = {}
         shapes = dict(outline_of(self._policy).parameters) | self.beside
@@ -225,7 +226,7 @@ class StagedEngine:
         return self.scales
 
     def wake(self) -> bool:
-        """Return False: whether a server is still the same is found in `arrive`, where ranks agree on errors."""
+        """Return False: `arrive` finds out whether servers were started again, where ranks agree on errors."""
         return False
 
     def arrive(self) -> None:
@@ -236,10 +237,10 @@ class StagedEngine:
         if not self.servers:
             return
         base = self.version
-        # Before the pause, which it would prolong
+        # Update the file before the servers pause, because it would prolong the pause
         try:
             patch = self._bring_file_up_to_date(any(server.proven == base for server in self.servers))
-        except BaseException:  # a part of the file may be newer than what workers hold: no patch would show it
+        except BaseException:  # the file may be newer than what workers hold: a patch would miss that
             for server in self.servers:
                 server.distrust()
             raise
@@ -247,7 +248,7 @@ class StagedEngine:
         patience = self._patience
         if len(self.servers) > 1:
             self._wait_for_one()
-            patience = 0  # others do not wait for one that is lost
+            patience = 0  # do not let the others wait for a lost one
         self.serving = list(self.servers)
         self._on_each(lambda server: server.receive(push, patience))
         first = self.serving[0]
@@ -259,7 +260,7 @@ class StagedEngine:
                 )
 
     def _bring_file_up_to_date(self, is_patch_wanted: bool) -> Patch | None:
-        """Bring the file to what is staged. Return the patch that does so; None if all has to be sent."""
+        """Copy the staged tensors to the file. Return the patch that does the same; None: the whole has to be sent."""
         patch = None
         if is_patch_wanted:
             patch = bring_up_to_date(self._file.buffer, self._staged, self._file.table)
@@ -282,9 +283,9 @@ class StagedEngine:
             time.sleep(0.2)
 
     def _on_each(self, action: Callable[[ServerLink], Any]) -> list:
-        """Return what `action` returns for each server that serves, in parallel. One that is gone is left out.
+        """Call `action` in parallel for each server in `serving`, and return the results. A lost server is left out.
 
-        `ServerGone` if none is left. Another error of one server is raised.
+        `ServerGone` if none is left. Any other error of a server is raised.
         """
 
         def attempt(server: ServerLink) -> tuple[Any, Exception | None]:
@@ -314,33 +315,34 @@ class StagedEngine:
             logger.warning(f"{server.base_url} is left out until a sync reaches it again: {reason}")
 
     def next_push(self, patch: Patch | None = None) -> Push:
-        """Return what brings workers to the file's next version."""
+        """Return the push that brings workers to the file's next version."""
         self.version += 1
         scales = None if self.scales.value is None else self.scales.value.values.tolist()
         return Push(self._file, self._staged, self.version, scales, patch, base=self.version - 1)
 
     def worker_sums(self) -> list[int]:
-        """Return the checksum of each whole tensor of `layout.names` that the workers of all servers hold; 0 where
-        they differ, or where it is 0 for one of them (`ServerLink.sums`).
+        """Return the checksum of each tensor in `layout.names` as all servers hold it (`ServerLink.sums`). Where they
+        or their workers differ, it is any other checksum than the staged tensor's. Also sets `blame`.
         """
         elements = {name: tensor.numel() for name, tensor in self.layout.held.items()}
         by_server = self._on_each(lambda server: server.sums(elements))
         self.blame = ""
-        agreed = [sums[0] if len(set(sums)) == 1 else 0 for sums in zip(*by_server, strict=True)]
-        if len(self.servers) > 1 and 0 in agreed:
-            staged = self.layout.staged_sums()
-            for server, sums in zip(self.serving, by_server, strict=True):
-                wrong = [name for name, one, other in zip(elements, sums, staged, strict=True) if one != other]
-                if wrong:
-                    self.blame += f" At {server.base_url}: {listed(wrong, 4)}."
-        return agreed
+        agreed = [sums[0] if len(set(sums)) == 1 else None for sums in zip(*by_server, strict=True)]
+        if None not in agreed:
+            return agreed
+        staged = self.layout.staged_sums()
+        for server, sums in zip(self.serving, by_server, strict=True):
+            wrong = [name for name, one, other in zip(elements, sums, staged, strict=True) if one != other]
+            if wrong and len(self.servers) > 1:
+                self.blame += f" At {server.base_url}: {listed(wrong, 4)}."
+        return [~other if one is None else one for one, other in zip(agreed, staged, strict=True)]
 
     def reset_prefix_cache(self) -> None:
         """Let the servers generate with what has arrived. Collective."""
         self.pause_seconds, self.version, self.patch_over_whole, self.served_by = self.on_first(self._resume)
 
     def _resume(self) -> tuple[float, int, float, int]:
-        """Return the seconds of the pause, the version, `patch_over_whole`, and the number of servers."""
+        """Resume the servers. Return `pause_seconds`, `version`, `patch_over_whole`, `served_by`."""
         seconds = max(self._on_each(ServerLink.resume))
         for server in self.serving:
             if server in self._lost:

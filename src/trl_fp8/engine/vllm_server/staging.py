@@ -1,9 +1,9 @@
 """A file of tensors in shared memory: the trainer writes what the workers of a server read.
 
-The trainer maps the file and writes in place. A worker reads one tensor at a time into memory of its own: a mapping of
-a file that somebody truncates would end the worker's process by SIGBUS, and a short read is an error.
+The trainer maps the file and writes in place. A worker reads one tensor at a time into memory of its own. If somebody
+truncates the file, a read raises an error, but a mapping would kill the process (SIGBUS).
 
-The trainer holds a lock on its file, so that files of trainers that died can be told from those in use.
+The trainer locks its file as long as it runs. A file without a lock belongs to a dead trainer.
 """
 
 import fcntl
@@ -21,12 +21,12 @@ from trl_fp8.sync.pieces import Piece
 
 
 Table = dict[str, list]  # name -> [dtype, shape, offset in bytes]
-PREFIX = "trl_fp8_"  # of the names of such files
-ALIGNED = 64  # bytes, of each tensor's offset
+PREFIX = "trl_fp8_"  # the names of such files begin with this
+ALIGNED = 64  # bytes; the offset of each tensor is a multiple
 
 
 class Staged(nn.Module):
-    """One staged tensor in the form of an engine's parameter."""
+    """A module with one staged tensor, because a `Piece` finds its tensor in a module."""
 
     def __init__(self, tensor: torch.Tensor):
         super().__init__()
@@ -36,15 +36,15 @@ class Staged(nn.Module):
 class LockedFile:
     """A file of this process, readable by its user alone. It is removed with this object, or when the process ends.
 
-    `size` in bytes. `OSError` if the folder has no room for all of them.
+    It has `size` bytes, but at least 1. Raises `OSError` if the folder has no room for them.
     """
 
     def __init__(self, folder: str, size: int):
         name = f"{PREFIX}{os.getpid()}_{os.urandom(8).hex()}"
         self.path = os.path.join(folder, name)
-        unlocked = os.path.join(folder, f".{name}")  # `remove_abandoned` of another process looks for no such name
+        unlocked = os.path.join(folder, f".{name}")  # hides it from `remove_abandoned` until it is locked
         file = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)  # ends with this process, however that ends
+        fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends, even by a kill
         os.rename(unlocked, self.path)
         self._file = file
         self.remove = weakref.finalize(self, _remove, self.path, file, os.getpid())
@@ -55,22 +55,25 @@ class LockedFile:
             raise
 
     def flush(self) -> None:
-        """Let other hosts that mount the folder see what was written. There is nothing to do for files in memory."""
+        """Write to disk, so that other hosts that mount the folder see it. Does nothing for files in memory."""
         os.fsync(self._file)
 
 
 class PatchFile(LockedFile):
-    """The bytes of a patch."""
+    """A file with the bytes of a patch (weight_patches.py)."""
 
     def __init__(self, folder: str, body: bytes):
         super().__init__(folder, len(body))
         with open(self.path, "r+b") as file:
             file.write(body)
-        os.truncate(self.path, len(body))  # an empty body was allocated 1 byte
+        os.truncate(self.path, len(body))  # `LockedFile` allocates 1 byte for an empty body
 
 
 class StagingFile(LockedFile):
-    """The trainer's file. `tensors`: (dtype, shape) by name, of zeros at first. They stay usable after its removal."""
+    """The trainer's file. The argument `tensors` maps names to (dtype, shape).
+
+    The attribute `tensors` has views of it, zeros at first, which stay usable after its removal.
+    """
 
     def __init__(self, folder: str, tensors: Mapping[str, tuple[str, list[int]]]):
         remove_abandoned(folder)
@@ -117,14 +120,14 @@ class StagedTensors(Mapping[str, torch.Tensor]):
 
 
 def _remove(path: str, file: int, process: int) -> None:
-    if os.getpid() == process:  # and not one that was forked from it
+    if os.getpid() == process:  # and not in a process forked from it
         with suppress(FileNotFoundError):
             os.unlink(path)
         os.close(file)
 
 
 def opened(path: str, table: Table) -> StagedTensors:
-    """Open a trainer's file. `ValueError` if it is not a regular file of this user, or the table exceeds it."""
+    """Open a trainer's file. `ValueError` if it is not a regular file of this user, or the table does not fit it."""
     file = _open_regular(path)
     staged = StagedTensors(file, table, path)
     size = os.fstat(file).st_size
@@ -137,8 +140,8 @@ def opened(path: str, table: Table) -> StagedTensors:
 
 
 def read(path: str, table: Table) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor of a trainer's file by its name. `ValueError` as `opened`."""
-    with closing(opened(path, table)) as staged:  # an open file would keep the memory of a dead trainer's
+    """Yield (name, tensor) for each tensor of a trainer's file. Raise `ValueError` where `opened` does."""
+    with closing(opened(path, table)) as staged:  # while a removed file is open, its memory is not freed
         yield from staged.items()
 
 
@@ -153,7 +156,7 @@ def content(path: str, size: int) -> bytes:
 
 
 def _open_regular(path: str) -> int:
-    """Return a descriptor. `ValueError` if the file cannot be opened, or is not a regular one of this user."""
+    """Return a descriptor. Raise `ValueError` if `path` cannot be opened, or is not a regular file of this user."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -166,24 +169,24 @@ def _open_regular(path: str) -> int:
 
 
 def arranged(tensors: Mapping[str, tuple[str, list[int]]]) -> tuple[Table, int]:
-    """Return where tensors stand in one buffer, and its size in bytes. Sorted by element size, because a patch counts
-    positions in elements.
+    """Return the place of each tensor in one buffer, and the buffer's size in bytes. Tensors are sorted by element
+    size, because a patch lists positions by element size, counted in elements.
     """
     table: Table = {}
     size = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: getattr(torch, item[1][0]).itemsize):
         table[name] = [dtype, list(shape), size]
-        size += -(-_bytes(dtype, shape) // ALIGNED) * ALIGNED
+        size += -(-_bytes(dtype, shape) // ALIGNED) * ALIGNED  # rounded up
     return table, size
 
 
 def size_of(table: Table) -> int:
-    """Return the bytes of all tensors."""
+    """Return the sum of the tensors' sizes in bytes."""
     return sum(_bytes(dtype, shape) for dtype, shape, _ in table.values())
 
 
 def views(buffer: torch.Tensor, table: Table) -> dict[str, torch.Tensor]:
-    """Return the tensors in a buffer of bytes (uint8)."""
+    """Return the tensors as views of a buffer of bytes (uint8)."""
     found = {}
     for name, (dtype, shape, offset) in table.items():
         part = buffer[offset : offset + _bytes(dtype, shape)]
@@ -192,9 +195,10 @@ def views(buffer: torch.Tensor, table: Table) -> dict[str, torch.Tensor]:
 
 
 def buckets(table: Table, most_bytes: int) -> list[tuple[int, int, Table]]:
-    """Return consecutive parts of a buffer: first byte, last byte + 1, and its tensors, with offsets in the part.
+    """Split a buffer into consecutive parts. Return (start, end, table) of each part.
 
-    A part has one tensor, or several of at most `most_bytes` together.
+    `end` is exclusive, and the table counts offsets from `start`. A part has one tensor, or several that span at most
+    `most_bytes`.
     """
     parts: list[tuple[int, int, Table]] = []
     for name, (dtype, shape, offset) in table.items():
@@ -208,7 +212,7 @@ def buckets(table: Table, most_bytes: int) -> list[tuple[int, int, Table]]:
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """Return each tensor as a piece of a layout."""
+    """Return a `Piece` for each tensor."""
     return [Piece(name, Staged(tensor), "tensor", tensor.dtype) for name, tensor in tensors.items()]
 
 
@@ -217,14 +221,14 @@ def remove_abandoned(folder: str) -> list[str]:
     removed = []
     for path in Path(folder).glob(f"{PREFIX}*"):
         try:
-            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # NFS locks only what can be written
-        except OSError:  # another user's, or gone by now
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)  # O_RDWR: NFS requires it for a lock
+        except OSError:  # another user's file, or removed by now
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
             removed.append(str(path))
-        except OSError:  # its trainer lives
+        except OSError:  # locked: its trainer is still running
             pass
         finally:
             os.close(file)

@@ -1,11 +1,11 @@
-"""Transports: how bytes of the trainer come to where the workers of a server read them.
+"""Transports: the ways in which the trainer's bytes reach the workers of a server.
 
     Folder      the workers read the trainer's files, in a folder that both hosts see
-    Bodies      the trainer sends the same bytes in HTTP bodies, of which the server makes files (uploads.py)
-    Broadcast   whole policies from the policy's device, by NCCL or gloo (broadcast.py)
-    CudaIpc     whole policies in the trainer's memory on a GPU (cuda_ipc.py)
+    Bodies      the trainer sends the content of its files in HTTP bodies, and the server writes files (uploads.py)
+    Broadcast   the trainer broadcasts whole policies from the policy's device, by NCCL or gloo (broadcast.py)
+    CudaIpc     the workers read whole policies in the trainer's memory on a GPU (cuda_ipc.py)
 
-The last two bring patches by one of the first two. A worker reads a file by its path, however it came there.
+`Broadcast` and `CudaIpc` leave patches (weight_patches.py) to `Folder` or `Bodies`.
 """
 
 import os
@@ -23,29 +23,29 @@ from .staging import PatchFile, StagingFile
 from .uploads import MAX_CHUNK_BYTES
 
 
-# Transport -> types of device on which the policy may be
+# Value of vllm_server_transport -> types of device on which the policy may be. Other transports take any device
 DEVICES = {"broadcast": ("cpu", "cuda"), "cuda_ipc": ("cuda",)}
 
 
 class Transport(Protocol):
-    """Brings bytes to one server. What a method yields is valid inside its `with` block, in which the server must read
-    it. `OSError` if there is no room.
+    """Brings bytes to one server, which must read them before the `with` block of a method ends. The methods raise
+    `OSError` if there is no room.
     """
 
-    name: str  # what a user reads
+    name: str  # for messages to the user
 
     def whole(self, file: StagingFile, staged: torch.Tensor) -> AbstractContextManager[dict]:
-        """Yield where workers find all of a policy: arguments of `Receiver._sent`.
+        """Yield the arguments of `Receiver._sent` (receiver.py) with which a worker finds all of a policy.
 
-        `staged`: the file's bytes on the policy's device.
+        `staged` has the same bytes as `file`, on the policy's device.
         """
 
     def patch(self, file: StagingFile, body: bytes) -> AbstractContextManager[str]:
-        """Yield the path of a patch."""
+        """Yield the path at which workers read the patch `body`."""
 
 
 class Uploader(Protocol):
-    """A client of a server that sends a chunk of a file, and returns the file's path there."""
+    """A client that sends a chunk of a file to a server, and returns the file's path at the server."""
 
     def upload(self, kind: str, offset: int, size: int, chunk: bytes) -> str: ...
 
@@ -70,7 +70,7 @@ class Folder:
 
 
 class Bodies:
-    """HTTP bodies, each of a chunk. `reason`: why the server does not read the trainer's files."""
+    """HTTP bodies, one for each chunk of a file. `reason` says why the server does not read the trainer's files."""
 
     def __init__(self, control: Uploader, reason: str):
         self._control = control
@@ -126,7 +126,7 @@ class CudaIpc:
 
 
 def require_device(transport: str, device: torch.device) -> None:
-    """Raise `ValueError` if a policy on this device does not travel by this value of `vllm_server_transport`."""
+    """Raise `ValueError` if `transport`, a value of `vllm_server_transport`, takes no policy on this device."""
     types = DEVICES.get(transport, (device.type,))
     if device.type not in types:
         raise ValueError(

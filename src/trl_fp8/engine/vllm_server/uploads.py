@@ -1,7 +1,7 @@
 """`Uploads`: files that a trainer sends to a server in HTTP bodies, for workers that cannot see its folder.
 
-A file comes in chunks, each of which continues the one before. Its path is known to the trainer from the start, and
-what workers read is proven as for a file of the trainer's own.
+A file comes in chunks, each of which continues the one before. The answer to each chunk has the file's path. Checksums
+prove what workers read, as for a file that the trainer wrote.
 """
 
 import os
@@ -9,12 +9,12 @@ import os
 from .staging import LockedFile
 
 
-KINDS = ("whole", "patch")  # all of a policy, and a patch
+KINDS = ("whole", "patch")  # all tensors of a policy; a patch of them
 MAX_CHUNK_BYTES = 32 * 2**20
 
 
 class UploadRefused(Exception):
-    """A chunk that was not written."""
+    """The error for a chunk that is not written."""
 
     def __init__(self, status: int, reason: str):
         super().__init__(reason)
@@ -22,11 +22,11 @@ class UploadRefused(Exception):
 
 
 class Upload(LockedFile):
-    """A file of `size` bytes in the server's folder. `OSError` without room for it."""
+    """A file of `size` bytes in the server's folder. Raises `OSError` if there is no room for it."""
 
     def __init__(self, folder: str, trainer: bytes, size: int):
         super().__init__(folder, size)
-        os.truncate(self.path, size)  # room for no byte is room for one
+        os.truncate(self.path, size)  # `LockedFile` allocates 1 byte for an empty file
         self.trainer, self.size = trainer, size
         self.received = 0
 
@@ -59,8 +59,9 @@ class Uploads:
     def write(self, trainer: bytes, kind: str, offset: int, size: int, chunk: bytes, most_bytes: int) -> str:
         """Write a chunk at `offset` of a file of `size` bytes, and return the file's path.
 
-        A chunk at offset 0 begins the file. That of the same trainer, kind and size is written over, so that its path
-        stays. `UploadRefused` for more than `most_bytes`, a chunk that does not continue the latest one, or no room.
+        A chunk at offset 0 begins the file. It overwrites an earlier file of the same trainer, kind and size, which
+        keeps its path. Raises `UploadRefused` if the file is larger than `most_bytes`, if there is no room for it, or
+        if the chunk does not continue the latest one.
         """
         if kind not in KINDS:
             raise UploadRefused(400, f"an upload is one of {KINDS}, and not {kind!r}.")

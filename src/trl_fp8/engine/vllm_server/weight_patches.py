@@ -1,13 +1,13 @@
 """Patches: the elements of staged tensors that changed since the last sync, with their new values.
 
-    finding   by comparing the staged buffer (staging.py), part by part, with what was sent last, on the policy's
-              device
-    encoding  for each size of an element: the gaps between positions as LEB128 (7 bits a byte; the highest bit is set
-              in all but the last byte of a number), then the values
-    applying  a value replaces the element, so that a patch that arrives twice changes nothing the second time. A patch
+    finding   the trainer compares the staged buffer (staging.py) with a copy of what it sent last, a part at a time,
+              on the policy's device
+    encoding  a patch has two lists for each size of an element: the gaps between positions as LEB128 (7 bits a byte;
+              the highest bit is set in all but the last byte of a number), then the values
+    applying  a value replaces the element, so a patch that arrives twice changes nothing the second time. A patch
               names the version of the policy that it changes and the version that results
 
-A worker checks a whole patch before it changes anything. After it refused a patch, its policy is unchanged.
+A worker checks a whole patch before it changes anything. If it refuses the patch, its policy is unchanged.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from .staging import Table
 # takes about as much memory as the whole buffer
 MOST_SHARE = 0.25
 LONGEST_GAP = 6  # bytes of an encoded gap, enough for 2**42 elements
-COMPARED_BYTES = 2**24  # compared at a time: such a part of what was sent last is copied to the policy's device
+COMPARED_BYTES = 2**24  # compared at a time: so much of the copy on the host is moved to the policy's device
 AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # element size -> dtype for comparison
 
 
@@ -50,9 +50,8 @@ class Patch:
 
 
 def bring_up_to_date(sent: torch.Tensor, staged: torch.Tensor, table: Table) -> Patch | None:
-    """Make `sent` (bytes, on the host) equal to `staged` (bytes, on any device). Return the patch that does the same.
-
-    Returns None if the patch would exceed `MOST_SHARE`. Synchronizes with the device.
+    """Make `sent` (bytes, on the host) equal to `staged` (bytes, on any device). Return the patch that makes the same
+    changes, or None if it would exceed `MOST_SHARE`. Synchronizes with the device.
     """
     most_bytes = int(len(sent) * MOST_SHARE)
     changes_of_sizes: dict[int, list[Changes]] = {}
@@ -84,10 +83,10 @@ def decoded(body: bytes, sha256: str, counts: Sequence[Sequence[int]], table: Ta
         body: The patch's bytes.
         sha256: The checksum of `body` that the trainer sent.
         counts: As in `Patch`.
-        table: Tensors of the buffer that the patch is for.
+        table: Tensors of the buffer that the patch changes.
 
     Raises:
-        ValueError: The bytes changed on the way, or are no patch of such a buffer.
+        ValueError: `body` does not have this checksum, or does not encode a patch of this buffer.
     """
     if hashlib.sha256(body).hexdigest() != sha256:
         raise ValueError("the patch does not have the checksum that the trainer sent: its bytes were changed.")
@@ -115,14 +114,14 @@ def decoded(body: bytes, sha256: str, counts: Sequence[Sequence[int]], table: Ta
 
 
 def write(piece: Piece, tensor: torch.Tensor, changes: Changes, shape: Sequence[int]) -> None:
-    """Write `changes` of a sent tensor of `shape` into `tensor`, this rank's part of it. In place."""
+    """Apply `changes` of a sent tensor of `shape` to `tensor`, this rank's part of the sent tensor, in place."""
     values = changes.values.to(tensor.device)
     positions = changes.positions.to(tensor.device)
     elements = tensor.view(values.dtype)
     if covers(piece, shape) and tensor.is_contiguous():
         elements.view(-1)[positions] = values
         return
-    # Expand the changes to the whole tensor, so that this rank's part can be cut out of them as out of a sent tensor
+    # Expand the changes to the shape of the sent tensor, because `of_sent` cuts this rank's part out of such a tensor
     changed = torch.zeros(list(shape), dtype=torch.bool, device=tensor.device)
     whole = torch.zeros(list(shape), dtype=values.dtype, device=tensor.device)
     changed.view(-1)[positions] = True
@@ -134,8 +133,8 @@ def write(piece: Piece, tensor: torch.Tensor, changes: Changes, shape: Sequence[
 def padded_to_whole(piece: Piece, tensor: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
     """Return `tensor`, this rank's part, padded with zeros to the whole `shape`, and the part's number of elements.
 
-    The padded tensor has integers of the elements' size. The checksums of all ranks' padded tensors add up to the
-    whole tensor's. A rank that has zeros in place of its part returns 0 elements.
+    The padded tensor has integers of the elements' size. The checksums of all ranks' padded tensors add up to that of
+    the whole tensor. A rank that holds zeros instead of its part (`Piece.zero`) returns 0 elements.
     """
     elements = tensor.view(AS_INTEGERS[tensor.element_size()])
     if covers(piece, shape):
@@ -162,8 +161,8 @@ def _ranges(table: Table) -> Iterator[tuple[int, int, int]]:
         starts.setdefault(itemsize, offset)
         end = offset + torch.Size(shape).numel() * itemsize
     starts = list(starts.items())
-    # A run ends where the next one starts; the last one is rounded up to words of 8 bytes. Gaps between tensors are
-    # zero in both buffers, so that they never differ
+    # A run ends where the next one starts. The end of the last run is rounded up to words of 8 bytes. Gaps between
+    # tensors are zero in both buffers, so they never differ
     ends = [start for _, start in starts[1:]] + [-(-end // 8) * 8]
     for (itemsize, start), run_end in zip(starts, ends, strict=True):
         yield itemsize, start, run_end
@@ -172,7 +171,7 @@ def _ranges(table: Table) -> Iterator[tuple[int, int, int]]:
 def _differences(new: torch.Tensor, old: torch.Tensor, itemsize: int, offset: int) -> Changes:
     """Return, on the host, the elements of `new` that differ from `old`.
 
-    Both are the same part of a buffer, as bytes. It begins at byte `offset`.
+    Both tensors are bytes of the same part of a buffer, which begins at byte `offset` of the buffer.
     """
     # Compare words of 8 bytes first, then the elements of changed words. Listing the changed positions (`nonzero`)
     # takes most of the time, and few words change
@@ -200,20 +199,20 @@ def _encoded_gaps(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _positions(encoded: torch.Tensor, count: int) -> torch.Tensor:
-    """Decode positions: the inverse of `_encoded_gaps`. `ValueError` if there are not `count`, in ascending order."""
+    """Decode positions (inverse of `_encoded_gaps`). Raise `ValueError` unless they are `count` in ascending order."""
     is_last = encoded < 0x80
     if int(is_last.sum()) != count or not is_last[-1]:
         raise ValueError(f"the patch has {int(is_last.sum())} positions, and {count} values.")
     number = is_last.cumsum(0) - is_last.long()  # for each byte, the index of the number that it belongs to
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), is_last.nonzero().view(-1)[:-1] + 1])
-    place = torch.arange(len(encoded)) - starts[number]  # of each byte in its number
+    place = torch.arange(len(encoded)) - starts[number]  # index of each byte in its number
     if int(place.max()) >= LONGEST_GAP:
         raise ValueError(f"a position of the patch takes more than {LONGEST_GAP} bytes.")
     gaps = torch.zeros(count, dtype=torch.int64)
     gaps.index_add_(0, number, (encoded & 0x7F).long() << 7 * place)
     positions = (gaps + 1).cumsum(0) - 1
-    if count > 1 and not bool((positions.diff() > 0).all()):
-        raise ValueError("the positions of the patch are not ascending.")
+    if bool((positions < 0).any()):  # a gap has fewer than 63 bits: a sum that exceeds int64 is negative at first
+        raise ValueError("the positions of the patch exceed 64 bits.")
     return positions
 
 
