@@ -14,12 +14,14 @@ from trl import GRPOConfig
 
 from docs import generate_capacity
 from testing import published
+from testing.hub_cache import COMMITS, NAME, write_repository
 from trl_fp8.commands.cli import main
 from trl_fp8.commands.plan_command import FLAGS, read_arguments
 from trl_fp8.commands.plan_text import CHOSEN
 from trl_fp8.commands.serve import _parser
 from trl_fp8.features import registrations
 from trl_fp8.planning import risks
+from trl_fp8.planning.capacity import Planner
 from trl_fp8.planning.risks import Risk
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -422,11 +424,39 @@ def test_a_run_config_that_is_of_another_run_gets_no_plan(change, said, tmp_path
 
 def test_a_plan_names_settings_whose_memory_it_does_not_count(tmp_path, capsys):
     published.write("Qwen/Qwen3-8B", tmp_path / "model")
-    changes = {"gradient_checkpointing": False, "optim": "paged_adamw_8bit"}
+    changes = {"gradient_checkpointing": False, "optim": "paged_adamw_8bit", "use_peft": True}
+    changes |= {"lora_modules_to_save": ["lm_head"], "lora_target_parameters": ["experts.down_proj"]}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "model")} | changes))
     assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--gpus", "8"]) == 0
     out = capsys.readouterr().out
-    assert "watch: not counted: gradient_checkpointing=False, optim='paged_adamw_8bit'." in out
+    counted = "gradient_checkpointing=False, optim='paged_adamw_8bit', lora_modules_to_save=['lm_head'], "
+    assert f"watch: not counted: {counted}lora_target_parameters=['experts.down_proj']." in out
+
+
+@pytest.mark.parametrize("words", [(), ("--server",)], ids=["colocated", "server"])
+def test_figures_for_scripts_name_what_they_do_not_count(words, plan):
+    assert plan("Qwen/Qwen3-0.6B", *words)["uncounted"] == []
+    assert plan("Qwen/Qwen3-0.6B", *words, given={"optim": "paged_adamw_8bit"})["uncounted"] == ["optim"]
+
+
+def test_a_plan_is_of_the_revision_that_the_run_config_names(tmp_path, capsys, monkeypatch):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for name, folder in zip(("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"), folders, strict=True):
+        published.write(name, folder)
+    write_repository(list(map(str, folders)), tmp_path, monkeypatch)
+    found = {}
+    for revision in (COMMITS[0], "main", None):
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model_name_or_path": NAME, "model_revision": revision}))
+        for words in ((), ("--server",)):
+            assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--json", *words]) == 0
+            found[revision, *words] = json.loads(capsys.readouterr().out)
+    weights = {revision: found[revision,]["weights_gib"]["bf16"] for revision in (COMMITS[0], "main", None)}
+    assert 5 * weights[COMMITS[0]] < weights["main"] == weights[None]
+    assert (
+        f" {NAME} --max-model-len 1024 --revision {COMMITS[0]} " in found[COMMITS[0], "--server"]["server"]["command"]
+    )
+    assert "--revision" not in found["main", "--server"]["server"]["command"]
+    assert "--revision" not in found[None, "--server"]["server"]["command"]
 
 
 def test_a_plan_needs_nothing_that_only_the_host_of_the_run_has(plan):
@@ -594,3 +624,17 @@ def test_seconds_of_a_step_that_say_nothing_are_refused(words, named, tmp_path, 
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-0.6B"]))
     assert main(["plan", str(tmp_path), *words]) == 2
     assert re.search(named, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "name, divided, undivided",
+    [
+        ("deepseek-ai/DeepSeek-V3", 128, 96),  # 128 heads, whose queries come from a latent: there is no q_proj
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", 16, 32),  # 16 heads, whose q_proj has a gate of as many rows
+        ("microsoft/phi-4", 10, 16),  # 40 heads and 10 of k and v, in one qkv_proj
+        ("Qwen/Qwen3-8B", 32, 64),
+    ],
+)
+def test_a_tensor_parallel_size_divides_the_heads_that_the_config_has(name, divided, undivided):
+    planner = Planner(published.outline(name))
+    assert planner.divides_heads(1) and planner.divides_heads(divided) and not planner.divides_heads(undivided)

@@ -131,12 +131,16 @@ def test_an_fp8_base_is_the_engines_unless_the_engine_is_split():
     assert base.weights == 2 * (2 * 151936 * 4096 + norms) + adapters
     merged = memory("Qwen/Qwen3-8B", **options)
     assert merged.weights - base.weights == 2 * linears
-    assert base.uncounted - merged.uncounted == 2 * 24576 * 4096  # gate and up, dequantized
+    assert base.uncounted - merged.uncounted == 2 * 12288 * 4096  # one of gate, up and down, dequantized
     split = memory("Qwen/Qwen3-8B", {"fp8_base": True}, ranks=2, gpus=2, **options)
     whole = memory("Qwen/Qwen3-8B", {"fp8_base": True}, gpus=2, **options)
     assert whole.weights == base.weights / 2 and split.weights - whole.weights == linears * (1 + 4 / 128**2)
     experts = memory("Qwen/Qwen3-30B-A3B", {"fp8_base": True}, **options)
-    assert experts.weights < 2.0 * GIB and experts.uncounted > 2 * 128 * 1536 * 2048
+    assert experts.weights < 2.0 * GIB
+    dequantized = experts.uncounted - memory("Qwen/Qwen3-30B-A3B", **options).uncounted
+    assert dequantized == 2 * 128 * (1536 + 768) * 2048  # gate, up and down of one layer's experts
+    followed = memory("Qwen/Qwen3-30B-A3B", {"fp8_base": True, "fp8_forward": "one_forward"}, lora_rank=32)
+    assert followed.uncounted == memory("Qwen/Qwen3-30B-A3B", {"fp8_base": True}, lora_rank=32).uncounted
 
 
 def test_under_one_forward_a_reference_has_its_weights_as_the_engine_has_them_too():

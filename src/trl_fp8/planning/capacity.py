@@ -26,7 +26,7 @@ MOST_GPUS = 64  # the most GPUs that an alternative uses
 SHARES = tuple(share / 20 for share in range(18, 0, -1))  # shares of a GPU to try for an engine: 0.9 falls to 0.05
 SERVER_SHARE = 0.9  # vLLM's share of a server's GPU, on which nothing else runs
 SIZES = (1, 2, 4, 8)  # tensor parallel sizes to try
-MOST_FP8_RATIO = 1.1  # a tensor parallel size is skipped if size 1 has more than 1.1 times its FP8 parameters
+MOST_FP8_RATIO = 1.1  # a tensor parallel size is skipped if size 1 has this many times more parameters in FP8
 LORA_RANK = 32  # rank of the adapters of an alternative with LoRA
 
 
@@ -38,8 +38,9 @@ class Capacity:
         engine_bytes: The engine's share of a GPU: weights, what vLLM reserves, and KV cache.
         weight_bytes: The engine's weights, with what features put beside them.
         kv_bytes: The KV cache. Negative if the weights do not fit.
-        kv_tokens: By precision, the tokens that the KV cache holds in sequences of full length. "bf16" is an engine
-            without FP8; the other entries add what the plan has in FP8.
+        kv_tokens: Tokens that the KV cache holds, in sequences of full length. Keys: "bf16", an engine without FP8;
+            "fp8_linears", with FP8 weights; "fp8_kv" or "fp8_linears_kv", with an FP8 cache and BF16 or FP8 weights.
+            There are entries only for what the plan has in FP8.
         cache_tokens: The entry of `kv_tokens` with the plan's own precisions.
         weights_sleep: Whether sleep mode frees the weights, too.
         total_bytes: Counted bytes of trainer and engine at their peak.
@@ -67,7 +68,7 @@ class Capacity:
         # Sleep mode keeps the engine's weights if the policy computes with them, too
         self.weights_sleep = not (setup.args.policy_calls_engine or setup.args.base_in_engine)
         freed = 0.0
-        if setup.args.vllm_enable_sleep_mode:  # it frees vLLM's pools, in which `RESERVED_BYTES` do not lie
+        if setup.args.vllm_enable_sleep_mode:  # frees weights and KV cache; `RESERVED_BYTES` stay allocated
             freed = max(0.0, self.kv_bytes + (self.weight_bytes if self.weights_sleep else 0.0))
         # The peak: memory that sleep frees is used by the engine or by the trainer's step, never by both
         self.total_bytes = trainer.states + self.engine_bytes - freed + max(trainer.forward_and_backward, freed)
@@ -104,7 +105,8 @@ class Planner:
     outline: Outline
     recipe_options: Mapping[str, Any] = field(default_factory=dict)
     sizes: tuple[int, ...] = SIZES  # tensor parallel sizes to choose from, ascending
-    saving: Mapping[str, Any] = field(default_factory=dict)  # flags that save memory in training with adapters
+    # Flags that save memory in training with adapters: name -> value that saves
+    saving: Mapping[str, Any] = field(default_factory=dict)
     plans: dict[int, Plan] = field(default_factory=dict)  # plans made so far, by tensor parallel size
 
     def plan_at(self, size: int) -> Plan:
@@ -134,21 +136,22 @@ class Planner:
         full_setup = replace(setup, utilization=None, tensor_parallel_size=None)
         lora_setup = replace(full_setup, lora_rank=setup.lora_rank or LORA_RANK)
         full_setups = [] if setup.lora_rank else [full_setup]
+        # In order of preference: LoRA as the setup has it, with the base shared with the engine, with a base in BF16
         lora_setups = [lora_setup]
         if self.saving and self.plan_at(1).recipe.fp8_weights:
             lora_setups.append(lora_setup.with_flags(self.saving, dtype="bfloat16"))
         lora_setups.append(lora_setup.with_flags(dict.fromkeys(self.saving, False), dtype="bfloat16"))
         more_gpus = [setup.gpus * 2**power for power in range(1, 7) if setup.gpus * 2**power <= MOST_GPUS]
-        alternatives = []
-        for gpu_counts in ([setup.gpus], more_gpus):
-            for setups in (full_setups, lora_setups):
-                if setups is lora_setups and any(capacity.setup.lora_rank for capacity in alternatives):
-                    continue  # LoRA fits on fewer GPUs
-                changed = (self.capacity(replace(each, gpus=gpus)) for gpus in gpu_counts for each in setups)
-                fitting = _first_that_fits(changed)
-                if fitting is not None:
-                    alternatives.append(fitting)
-        return alternatives
+        with_lora = self._first_fitting(lora_setups, [setup.gpus])
+        alternatives = [self._first_fitting(full_setups, [setup.gpus]), with_lora]
+        alternatives.append(self._first_fitting(full_setups, more_gpus))
+        if with_lora is None:
+            alternatives.append(self._first_fitting(lora_setups, more_gpus))
+        return [capacity for capacity in alternatives if capacity is not None]
+
+    def _first_fitting(self, setups: list[Setup], gpu_counts: list[int]) -> Capacity | None:
+        """Return the capacity of the first setup that fits on the first of these numbers of GPUs, or None."""
+        return _first_that_fits(self.capacity(replace(each, gpus=gpus)) for gpus in gpu_counts for each in setups)
 
     def sizes_on(self, gpus: int) -> list[int]:
         """Return the tensor parallel sizes that divide `gpus` and the attention heads, and keep most weights in FP8.
@@ -166,16 +169,11 @@ class Planner:
 
     def divides_heads(self, size: int) -> bool:
         """Return whether vLLM can divide the attention heads over `size` ranks."""
-        name = next((name for name in self.outline.linears if name.endswith((".q_proj", ".qkv_proj"))), None)
+        heads = self.outline.heads
         kv_heads = self.outline.kv_heads
-        head_dim = self.outline.head_dim
-        if name is None or not kv_heads or not head_dim:
+        if not heads or not kv_heads:  # layers differ in them, or have none
             return size == 1
-        rows, _ = self.outline.linears[name]
-        query_heads = rows // head_dim
-        if name.endswith(".qkv_proj"):
-            query_heads -= 2 * kv_heads
-        return query_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
     def _at(self, setup: Setup, size: int) -> Capacity:
         """Return the capacity at a tensor parallel size, with the setup's share of a GPU for the engine.
@@ -210,7 +208,9 @@ class ServerCapacity:
 
     @property
     def staged_bytes(self) -> int:
-        """Return the size of the policy's FP8 copy. Each GPU of the trainer has one, and host memory has one."""
+        """Return the bytes of the engine's weights. A trainer stages them for the server: once on each of its GPUs,
+        and once in the host's shared memory.
+        """
         return self.server.plan.bytes_after
 
     @property
@@ -228,13 +228,15 @@ def server_capacity(planner: Planner, setup: Setup) -> ServerCapacity:
 
     If `setup` has a tensor parallel size and a share of a GPU (`utilization`), they apply to the server.
     """
-    trainer = planner.capacity(replace(setup, tensor_parallel_size=1, utilization=0.0))
+    of_trainer = planner.capacity(replace(setup, tensor_parallel_size=1, utilization=0.0))
+    # No trainer runs on the server's GPUs, but its adapters lie in the engine
     no_trainer = TrainerMemory(**{item.name: 0.0 for item in fields(TrainerMemory)})
-    no_trainer = replace(no_trainer, in_engine=trainer.trainer.in_engine)
+    no_trainer = replace(no_trainer, in_engine=of_trainer.trainer.in_engine)
     share = setup.utilization if setup.utilization is not None else SERVER_SHARE
     sizes = [setup.tensor_parallel_size]
     if setup.tensor_parallel_size is None:
-        sizes = planner.sizes_on(max(planner.sizes))  # GPUs that every size divides
+        # A server may have as many GPUs as it needs: on this number no size is left out, because all sizes divide it
+        sizes = planner.sizes_on(max(planner.sizes))
     servers = [Capacity(planner.plan_at(size), no_trainer, replace(setup, gpus=size), share) for size in sizes]
     fitting = [server for server in servers if server.why_no_cache is None]
-    return ServerCapacity((fitting or servers)[0], trainer)
+    return ServerCapacity((fitting or servers)[0], of_trainer)

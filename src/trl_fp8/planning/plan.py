@@ -1,7 +1,7 @@
 """The plan: what a recipe means for one model in modules, parameters and bytes, printed before training starts.
 
-Layers that are alike share a row, with `*` for their number: 400 linear layers are ten lines, and the one that is kept
-in high precision stands out.
+Tensors that differ only in their layer's number share a row, with `*` for the number. So 400 linear layers take ten
+rows, and one that is kept in high precision stands out.
 """
 
 import re
@@ -33,19 +33,19 @@ class PlanRow:
 class KVCache:
     """Bytes of an engine's KV cache, by what each decoder layer keeps of a sequence.
 
-    full attention             k and v of each token, their heads divided over the tensor parallel ranks
+    full attention             k and v of each token, with the heads divided over the tensor parallel ranks
     sliding windows            the same for the last tokens of the sequence
     MLA                        one latent vector per token, which every rank holds whole
-    linear attention, ...      a state of the sequence, however long it is, divided over the ranks
+    linear attention, ...      a state whose size does not depend on the sequence, divided over the ranks
     """
 
     layers: tuple[LayerCache, ...]
     kv_heads: int  # 0 if layers differ in their number of KV heads
     ranks: int = 1  # the tensor parallel size
-    fp8_layers: frozenset[int] = frozenset()  # layers that are FP8 in an engine with an FP8 KV cache
+    fp8_layers: frozenset[int] = frozenset()  # numbers of the layers that an FP8 KV cache stores in FP8
 
     def sequence_bytes(self, tokens: int, fp8: bool) -> float:
-        """Return the bytes on each rank of a sequence of that many tokens."""
+        """Return the bytes of a sequence on each rank. `fp8`: whether the engine has an FP8 KV cache."""
         shares = min(self.ranks, self.kv_heads or self.ranks)  # further ranks hold copies of the KV heads
         total = 0.0
         for index, layer in enumerate(self.layers):
@@ -151,7 +151,8 @@ class Plan:
 
 def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
     """Return the plan of a transformers or PEFT causal LM, also of one on the meta device."""
-    from trl_fp8.recipe.from_model import outline_of  # transformers takes seconds, and a report needs none of it
+    # Imported here, because transformers takes seconds, and a report needs none of it
+    from trl_fp8.recipe.from_model import outline_of
 
     return plan_for(outline_of(model), recipe)
 

@@ -24,8 +24,8 @@ class Risk(NamedTuple):
 def risks(plan: Plan, setup: Setup) -> list[Risk]:
     """Return the risks of a model and of each feature under a plan, without those that the run config answers.
 
-    The run config answers a risk with a flag that has to be on and is, or has to be off and is. A risk that is
-    returned names the flags that the run config does not set.
+    The run config answers a risk if one of the risk's flags has to be on and is on, or has to be off and is off. The
+    `flags` of a returned risk are those that the run config should still set.
     """
     found = _of_model(plan, setup.args.base_in_engine)
     for group in setup.args.groups():
@@ -34,14 +34,14 @@ def risks(plan: Plan, setup: Setup) -> list[Risk]:
     unanswered = []
     for risk in found:
         if not any(name in chosen and _answers(chosen[name], value) for name, value in risk.flags.items()):
-            # A flag that has to be off is named even if the run config sets another value: no run starts with that
+            # Name flags that are not set, and one that has to be off even if it is set: no run starts with its value
             flags = {name: value for name, value in risk.flags.items() if name not in chosen or not value}
             unanswered.append(Risk(risk.text, flags))
     return unanswered
 
 
 def _answers(chosen: object, value: str | float) -> bool:
-    """Return whether a flag's chosen value answers a risk that `value` answers."""
+    """Return whether a flag's value `chosen` in the run config answers a risk as well as `value` does."""
     has_to_be_on = bool(value) and value != "off"
     if has_to_be_on:
         return bool(chosen) and chosen != "off"
@@ -61,7 +61,7 @@ def _of_model(plan: Plan, base_in_engine: bool) -> list[Risk]:
     if any(map(is_vision, outline.parameters)):
         found.append(Risk("its vision tower stays in BF16."))
         found.append(Risk("images with tensor parallelism, FSDP2 or ZeRO-3 have not been tested."))
-    if outline.stored_as and not (base_in_engine and outline.stored_as == "fp8"):  # such a base is used as stored
+    if outline.stored_as and not (base_in_engine and outline.stored_as == "fp8"):  # an FP8 base is used as stored
         quantized = f"the checkpoint itself is quantized ({outline.stored_as})"
         at_syncs = ", and the engine gets weights that are quantized anew at every sync" if recipe.fp8_weights else ""
         found.append(Risk(f"{quantized}: it is dequantized for training{at_syncs}."))

@@ -1,7 +1,7 @@
 """Bytes that TRL's trainer needs on each GPU, with the defaults of TRL 1.16 and transformers 5.17.
 
-    weights     FP32 by TRL's default for `dtype`. FSDP2 or ZeRO-3 divides them over all GPUs. Accelerate then casts
-                trained weights to FP32 if they were loaded in another dtype (mixed precision)
+    weights     FP32 by TRL's default for `dtype`. FSDP2 or ZeRO-3 divides them over all GPUs. In that case
+                accelerate casts trained weights to FP32 if they were loaded in another dtype (mixed precision)
     gradients   of the trained weights, in their dtype and divided like them. With LoRA only of the adapters, which
                 are FP32
     optimizer   Adam's two moments, each as large as the gradients
@@ -13,8 +13,8 @@
     head        the gradient of the output head in TRL's chunked log-probs, accumulated in FP32, unsharded on every
                 rank. Not with LoRA. The logits of all tokens never exist at once
     uncounted   transient memory, not in the total: what the running backward of a layer needs for each token, gathered
-                weights, gradients of activations, the CUDA context, fragmentation. A plan leaves a share of each GPU
-                free for it (`capacity.FREE`), or this many bytes if they are more
+                weights, gradients of activations, the CUDA context, fragmentation. On each GPU a plan keeps free the
+                larger of these bytes and the share `capacity.FREE`
 
 Features add their own changes with `FlagGroup.memory_changes`.
 """
@@ -97,11 +97,13 @@ def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> Trainer
     gpus = setup.gpus
     is_sharded = gpus > 1
     linears = {name: shape for name, shape in outline.linears.items() if name != "lm_head"}
-    # A and B of each linear layer (`lora_target_modules="all-linear"`), in FP32
+    has_lora = setup.lora_rank is not None
+    # A and B of each linear layer but the head, in FP32, whatever `lora_target_modules` selects
     adapter_bytes = 4 * (setup.lora_rank or 0) * sum(rows + columns for rows, columns in linears.values())
-    weight_bytes = BYTES["float32" if is_sharded and not adapter_bytes else setup.dtype]  # of one weight
+    dtype = "float32" if is_sharded and not has_lora else setup.dtype  # accelerate casts trained, sharded weights
+    weight_bytes = BYTES[dtype]
     weights = weight_bytes * sum(map(prod, outline.parameters.values()))
-    trained = adapter_bytes or weights
+    trained = adapter_bytes if has_lora else weights
     # Rows and columns of the output head. If it is tied to the embedding, that is the largest matrix
     matrices = [shape for shape in outline.parameters.values() if len(shape) == 2]
     vocabulary, hidden = outline.linears.get("lm_head") or max(matrices, key=prod)
@@ -118,10 +120,10 @@ def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> Trainer
         gradients=trained / gpus,
         optimizer=2 * trained / gpus,
         # With LoRA the reference is the policy with its adapters switched off
-        reference=weights / gpus if args.beta and not adapter_bytes else 0.0,
-        copies=0 if is_sharded or adapter_bytes or weight_bytes == 2 else 2 * layer_parameters,
+        reference=weights / gpus if args.beta and not has_lora else 0.0,
+        copies=0 if is_sharded or has_lora or weight_bytes == 2 else 2 * layer_parameters,
         inputs=tokens * hidden * outline.layers * (2 if is_sharded else weight_bytes),
-        head=0 if adapter_bytes else 4 * vocabulary * hidden,
+        head=0 if has_lora else 4 * vocabulary * hidden,
         uncounted=CONTEXT_BYTES + SAVED_BYTES * hidden * tokens + gathered,
     )
     for group in args.groups():

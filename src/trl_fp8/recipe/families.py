@@ -1,7 +1,7 @@
 """The table of model types: one row each, and the only place that names them.
 
-A row stands under the `model_type` of transformers' config. A vision-language model has two rows. That of the whole
-config says whether the type was tested and how it is exported; that of its language model says everything else.
+The key of a row is the `model_type` of transformers' config. A vision-language model has two rows. The row of the
+whole config says whether the type was tested and how it is exported; that of the language model says everything else.
 `_ROWS` are for the vLLM with the most classes of its own (0.31); `FAMILIES` are the rows for the installed vLLM.
 `tests/engine/test_servable.py` compares them with vLLM's classes, `tests/recipe/test_families.py` with transformers'.
 """
@@ -30,15 +30,15 @@ class Family:
     one_window: bool = False  # vLLM's class gives all layers one sliding window, or none
     sees_images_whole: bool = False  # tokens of an image attend to all of it, which FlashAttention 3 cannot mask
     sinks: bool = False  # its attention may have sinks
-    stored: Parts = ()  # transformers' names -> the checkpoint's, which transformers renames while it loads
-    in_engine: Parts = ()  # the checkpoint's names -> those of the modules of vLLM's class
+    stored: Parts = ()  # transformers' names -> the checkpoint's names, which transformers renames while it loads
+    in_engine: Parts = ()  # the checkpoint's names -> the names of modules in vLLM's class
     fp32: tuple[str, ...] = ()  # weights whose names end so are FP32 in vLLM's class, and therefore in a checkpoint
     experts_together: bool = False  # published checkpoints have the experts of a layer in one tensor
     experts_counted: bool = True  # False: TRL's load-balancing loss finds no num_experts in its config
     fuses_unsaid: bool = False  # vLLM's class fuses layers without listing them (no packed_modules_mapping)
     scales_renamed: bool = False  # vLLM renames `weight_scale_inv` to the scales of whole tensors while it loads
-    followed: bool = False  # fp8_forward="one_forward": a trainer can call the engine's operations for its layers
-    # Operations that vLLM's class compiles on CUDA by itself, so no trainer can call them
+    followed: bool = False  # a trainer can compute its layers with the engine's operations (one_forward)
+    # Operations that vLLM's class itself compiles on CUDA, so that no trainer can call them
     compiled_on_cuda: str = ""
     engine_fields: Callable[[Config], Fields] = lambda config: {}  # config -> fields that vLLM needs in it
 
@@ -105,7 +105,7 @@ _MIXTRAL = (
     (".experts.gate_up_proj", ".experts.w13"),
     (".experts.down_proj", ".experts.w2"),
 )
-_DECAY = (".linear_attn.A_log",)  # the state decays by exp(-exp(A_log) ...): a rounding would show
+_DECAY = (".linear_attn.A_log",)  # the state decays by exp(-exp(A_log) ...), where a rounding of A_log would show
 _ROWS = {
     "afmoe": Family(
         activations=_SILU,
@@ -116,7 +116,7 @@ _ROWS = {
     "apertus": Family(activations=("xielu",)),
     "arcee": Family(activations=("relu2",)),
     "axk1": _refused("vLLM holds its norms behind experts under another name"),
-    # On CUDA vLLM compiles `commandr.layer_norm_func` by itself, for one row otherwise than for many
+    # On CUDA vLLM itself compiles `commandr.layer_norm_func`, differently for one row and for many
     "cohere": Family(followed=True, compiled_on_cuda="norms for one row apart from those for many"),
     "cohere2": Family(),
     "cohere2_moe": Family(),
@@ -237,7 +237,7 @@ _ROWS = {
 
 
 def families_with(vllm: VLLM) -> dict[str, Family]:
-    """Return `_ROWS` with what differs in a version of vLLM: types without a class, names of modules, refusals."""
+    """Return the rows for a version of vLLM: `_ROWS` with its types without a class, names of modules, refusals."""
     families = dict(_ROWS)
     for kind in vllm.by_transformers:
         families[kind] = replace(_ROWS[kind], by_transformers=True, activations=(), followed=False)
@@ -253,7 +253,7 @@ _UNKNOWN = Family(tested=False)
 
 
 def family_of(model_type: str) -> Family:
-    """Return the row of a model type; an untested one with the defaults if it has none."""
+    """Return the row of a model type. For a type without a row return the defaults, as an untested type."""
     return FAMILIES.get(model_type, _UNKNOWN)
 
 

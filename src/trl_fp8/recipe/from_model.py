@@ -51,7 +51,7 @@ def outline_of(model: nn.Module) -> Outline:
     longropes = [rope for rope in ropes if rope["rope_type"] == "longrope"]
     base = model.get_base_model() if is_peft_model(model) else model
     class_name = type(base).__name__
-    kv_heads, head_dim = _heads(text)
+    heads, kv_heads, head_dim = _heads(text)
     tensors = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
     tensors |= persistent_buffers(model)
     tensors |= _shared_weights(model)
@@ -63,6 +63,7 @@ def outline_of(model: nn.Module) -> Outline:
         config_type=model.config.model_type,
         model_type=text.model_type,
         layers=text.num_hidden_layers,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         caches=caches_of(text),
@@ -86,7 +87,8 @@ def caches_of(text: Any, **fields: Any) -> tuple[LayerCache, ...]:
     """Return the cache of each decoder layer of a text config; `fields` override the config's."""
     # Jamba's config derives layer_types in a property, which `to_dict` leaves out
     fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)} | fields
-    return layer_caches(fields, text.num_hidden_layers, *_heads(text))
+    _, kv_heads, head_dim = _heads(text)
+    return layer_caches(fields, text.num_hidden_layers, kv_heads, head_dim)
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -97,9 +99,10 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that checkpoints have, by name, e.g. the routers' `e_score_correction_bias` of DeepSeek-V3.
+    """Yield checkpoint name and tensor of each buffer that checkpoints store, e.g. `e_score_correction_bias` of
+    DeepSeek-V3's routers.
 
-    Training updates them like parameters, although not by gradients. They keep their dtype in an engine.
+    Training updates these buffers like parameters, although not by gradients. They keep their dtype in an engine.
     """
     for prefix, module in model.named_modules():
         if type(module).__module__.startswith("peft."):  # VeRA's projections
@@ -111,16 +114,21 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def of_adapter(name: str, model: nn.Module) -> bool:
-    """Return whether a module or parameter belongs to an adapter or a copy of a module. A sync sends neither."""
+    """Return whether a module or parameter belongs to an adapter, or is an original or a copy that `modules_to_save`
+    keeps beside the trained copy. A sync sends neither.
+    """
     prefix = getattr(model, "prefix", "lora_")  # begins the names of the PEFT method's tensors
     # With modules_to_save PEFT keeps the untrained original, and TRL adds a copy for its adapter "ref".
-    # `checkpoint_name` removes ".modules_to_save.default" of the trained copy; what still has such a part is another's
+    # `checkpoint_name` removes ".modules_to_save.default" of the trained copy; a name with such a part left belongs to
+    # the copy of another adapter
     copied = "original_module" in name or ".modules_to_save." in checkpoint_name(name)
     return copied or f".{prefix}" in f".{name}"
 
 
 def _shared_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of linears and experts of a shared base, whose modules have no parameters."""
+    """Yield the weights of linears and experts that are in the engine alone (features/shared_base). In the policy they
+    are attributes of modules, not parameters.
+    """
     linears = ((name, linear, ["weight"]) for name, linear in linear_layers(model))
     experts = ((name, module, expert_weights(module)) for name, module in expert_modules(model))
     for name, module, attributes in chain(linears, experts):
@@ -130,20 +138,22 @@ def _shared_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.{attribute}", getattr(module, attribute)
 
 
-def _heads(text: Any) -> tuple[int, int]:
-    """Return (KV heads, head size); (0, 0) if layers differ in them, or have no heads."""
+def _heads(text: Any) -> tuple[int, int, int]:
+    """Return (attention heads, KV heads, head size); zeros if layers differ in them, or have no heads."""
     try:
         heads = getattr(text, "num_attention_heads", 0)
         if not heads:
-            return 0, 0
+            return 0, 0, 0
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
+        return heads, kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
     except RuntimeError:  # raised by transformers 5.17 if layers have different values
-        return 0, 0
+        return 0, 0, 0
 
 
 def _stored_as(config: Any) -> str:
-    """Return the config's quantization method; its `quantization_config` is a dict, or an object after loading."""
+    """Return a config's quantization method; empty for none. `quantization_config` is a dict, and after loading an
+    object.
+    """
     quantization = getattr(config, "quantization_config", None) or {}
     method = quantization.get("quant_method", "") if isinstance(quantization, dict) else quantization.quant_method
     return str(getattr(method, "value", method))

@@ -37,7 +37,7 @@ FUSED = {
 GATE_UP = "input_linear"  # gate and up of Granite's shared experts, which have no gate_proj and up_proj
 COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj", GATE_UP)
 ROW_PARALLEL = ("o_proj", "down_proj", "output_linear")
-LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large layers; the last is row parallel
+LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # large layers; the last is row parallel
 PARTS = {"in_proj_qkv": 3}  # tensor of a checkpoint -> number of its parts, each of which vLLM divides by itself
 
 
@@ -51,9 +51,9 @@ class ExpertNames:
 
 TRANSFORMERS = ExpertNames(("gate_up_proj", "down_proj"), (("gate_proj", "up_proj"), ("down_proj",)))
 MIXTRAL = ExpertNames(("w13", "w2"), (("w1", "w3"), ("w2",)))
-HELD = ("w13", "w2")  # the fused tensors in vLLM's modules, of every family
+HELD = ("w13", "w2")  # names of the fused tensors in vLLM's modules, for every family
 NOWHERE = -1  # stands for an expert's number if no route is known for a token and layer
-# Prefixes of the language model in vision-language models. `_HELD_PARTS` has vLLM's names for the first alone
+# Prefixes of the language model in vision-language models. `_HELD_PARTS` knows vLLM's names only for `WRAPPED`
 WRAPPED = "model.language_model"
 WRAPPED_OTHERWISE = ("language_model.model", "model")  # Gemma 3; Qwen2-VL and Qwen2.5-VL
 # With modules_to_save PEFT has a module's original and a trained copy. These parts of a name distinguish them
@@ -77,7 +77,7 @@ def without_copies(name: str) -> str:
 
 
 def stored_name(name: str, model_type: str) -> str:
-    """Return the name in a checkpoint, by which vLLM loads it, of a tensor that transformers calls `name`."""
+    """Return the checkpoint's name of the tensor that transformers calls `name`. vLLM loads it by that name."""
     return _replaced(name, family_of(model_type).stored)
 
 
@@ -89,7 +89,10 @@ def is_fp32(name: str, model_type: str) -> bool:
 
 
 def held_name(stored: str, model_type: str, decoder: str) -> str:
-    """Return the name in vLLM's class of a parameter or module of a checkpoint with decoder layers in `decoder`."""
+    """Return the name in vLLM's class of the parameter or module that a checkpoint calls `stored`.
+
+    For `decoder` see `Outline.decoder`.
+    """
     if decoder == WRAPPED:
         for before, after in _HELD_PARTS:
             if stored.startswith(before):
@@ -114,13 +117,16 @@ def fused_name(name: str) -> str:
 
 
 def sent_expert_name(engine_name: str, gate: str) -> str:
-    """Return the name under which vLLM loads one of `HELD`, where `ckpt_gate_proj_name` is `gate`."""
+    """Return the name under which vLLM loads `engine_name`, one of `HELD`. `gate`: its `ckpt_gate_proj_name`."""
     family = TRANSFORMERS if gate == TRANSFORMERS.published[0][0] else MIXTRAL
     return family.fused[HELD.index(engine_name)]
 
 
 def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple[str, ...]:
-    """Return the published names of a tensor of all experts, or of its scales; `{}` stands for the expert's number."""
+    """Return the published names of a tensor of all experts, or of its scales; `{}` stands for the expert's number.
+
+    Empty for other tensors, and for families that publish a layer's experts in one tensor.
+    """
     layer, is_expert, tensor = sent.partition(".experts.")
     tensor, is_scale, _ = tensor.partition(scale_suffix)
     for family in (TRANSFORMERS, MIXTRAL):
@@ -157,7 +163,10 @@ def router_name(experts: str, modules: Container[str]) -> str:
 
 
 def routers(model: "nn.Module") -> dict[str, "nn.Module | None"]:
-    """Return the module in front of the experts of each layer, by name, of a model without PEFT's wrappers."""
+    """Return the router in front of the experts of each layer, by name; None if there is no module of that name.
+
+    `model` has no wrappers of PEFT.
+    """
     modules = dict(model.named_modules())
     names = [router_name(name, modules) for name, _ in expert_modules(model)]
     return {name: modules.get(name) for name in names}
@@ -166,7 +175,7 @@ def routers(model: "nn.Module") -> dict[str, "nn.Module | None"]:
 def is_router(module: "nn.Module") -> bool:
     """Return whether a router chooses experts by one top-k and returns logits, weights and choice in this order.
 
-    Those of Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE do. Granite's returns the choice first.
+    The routers of Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE do. Granite's router returns the choice first.
     """
     name = type(module).__name__
     return name.endswith("TopKRouter") and not name.startswith("GraniteMoe")

@@ -1,4 +1,4 @@
-"""`Outline`: names, shapes and caches of a model, from which is decided what is FP8, and bytes are counted.
+"""`Outline`: names, shapes and caches of a model. From it a recipe decides what becomes FP8, and a plan counts bytes.
 
 from_model.py creates outlines.
 """
@@ -31,12 +31,14 @@ class Outline:
     config_type: str  # `model_type` of the whole config
     model_type: str  # `model_type` of the language model. Layers and heads below are the language model's, too
     layers: int
-    kv_heads: int  # 0 if layers differ in their heads or have none
-    head_dim: int  # 0 if `kv_heads` is 0
+    heads: int  # attention heads; 0 if layers differ in their heads or have none
+    kv_heads: int  # 0 if `heads` is 0
+    head_dim: int  # 0 if `heads` is 0
     caches: tuple[LayerCache, ...] = field(repr=False)  # by decoder layer
     parameters: Mapping[str, tuple[int, ...]] = field(repr=False)  # shapes, with the buffers of a checkpoint
     linears: Mapping[str, tuple[int, int]] = field(repr=False)  # (out-features N, in-features K)
-    # Name of each expert module -> whether its weights are gate_up_proj [E, 2I, K] and down_proj [E, K, I]
+    # Name of each expert module -> True if its weights are gate_up_proj [E, 2I, K] and down_proj [E, K, I] (E experts,
+    # I intermediate size, K hidden size). False: another layout, which stays in BF16
     experts: Mapping[str, bool] = field(repr=False)
     experts_per_token: int = 0  # number of experts that a router chooses; 0: a dense model
     top_k_routers: bool = False  # True: each router chooses experts by one top-k, which router_replay can replace
@@ -50,13 +52,15 @@ class Outline:
     @property
     def kv_layers(self) -> tuple[int, ...]:
         """Return the numbers of the decoder layers that cache keys and values."""
-        return kv_layers(self.caches)
+        return kv_layers_of(self.caches)
 
     @property
     def decoder(self) -> str:
         """Return the name of the module that contains the decoder layers, e.g. `model` or `model.language_model`."""
-        name = next((name for name in self.parameters if name.endswith(".embed_tokens.weight")), "model.")
-        return name.removesuffix("embed_tokens.weight").removesuffix(".")
+        for name in self.parameters:
+            if name.endswith(".embed_tokens.weight"):
+                return name.removesuffix(".embed_tokens.weight")
+        return "model"  # the embedding has another name
 
 
 def layer_caches(config: Mapping[str, Any], layers: int, kv_heads: int, head_dim: int) -> tuple[LayerCache, ...]:
@@ -69,21 +73,23 @@ def layer_caches(config: Mapping[str, Any], layers: int, kv_heads: int, head_dim
     latent_size = config.get("kv_lora_rank")
     if latent_size:
         full = LayerCache(latent_size + config["qk_rope_head_dim"], is_latent=True)
-    cache_by_kind = {  # other kinds that transformers knows, as "hybrid", cache k and v like full attention
+    cache_by_kind = {  # a kind that is not listed here, such as "hybrid", caches k and v like full attention
         "sliding_attention": replace(full, window=window or None),
         "chunked_attention": replace(full, window=config.get("attention_chunk_size")),
         "linear_attention": LayerCache(state_bytes=_delta_net_bytes(config)),
         "conv": LayerCache(),
         **dict.fromkeys(("mlp", "moe"), LayerCache()),  # Nemotron-H has layers that are only an MLP or only experts
     }
-    kinds = config.get("layer_types") or ("sliding_attention" if window else "full_attention",) * layers
+    kinds = config.get("layer_types")
+    if not kinds:
+        kinds = ["sliding_attention" if window else "full_attention"] * layers
     # Gemma 3n: the last layers cache nothing and read k and v of earlier ones
     with_cache = layers - (config.get("num_kv_shared_layers") or 0)
     cached = [cache_by_kind.get(kind, full) for kind in kinds[:with_cache]]
     return (*cached, *[LayerCache()] * (layers - with_cache))
 
 
-def kv_layers(caches: tuple[LayerCache, ...]) -> tuple[int, ...]:
+def kv_layers_of(caches: tuple[LayerCache, ...]) -> tuple[int, ...]:
     """Return the numbers of the decoder layers that cache keys and values."""
     return tuple(layer for layer, cache in enumerate(caches) if cache.elements)
 

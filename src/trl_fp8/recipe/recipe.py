@@ -5,8 +5,9 @@ and unknown names from its ignore list. Each linear layer is in `fp8_modules`, o
 
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
 engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
-and gate, up) stand or fall together, and so do a layer's experts, where the engine has kernels for them. Output head,
-embeddings, norms, routers, gates of shared experts and of linear attention, and vision towers stay in high precision.
+and gate, up) are all FP8, or none of them is. The same is true of a layer's experts, if the engine has kernels for
+them. Output head, embeddings, norms, routers, gates of shared experts and of linear attention, and vision towers stay
+in high precision.
 """
 
 import re
@@ -133,7 +134,7 @@ class FP8Recipe:
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # It is needed even if only the KV cache is FP8: without it vLLM's attention has no scales of q, k and v to
-        # load. Modules are listed by both names, because vLLM's MiniMax-M2 looks them up by the policy's
+        # load. Modules are listed by the checkpoint's and the policy's names: vLLM's MiniMax-M2 looks up the latter
         ignored = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
         if family_of(self.model_type).fuses_unsaid:
             ignored |= dict.fromkeys(map(fused_name, ignored))
@@ -142,7 +143,7 @@ class FP8Recipe:
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
     """Call `recipe_for` with the outline of a transformers or PEFT causal LM, which may be on the meta device."""
-    from .from_model import outline_of  # torch takes seconds, which `trl-fp8 --help` does without
+    from .from_model import outline_of  # imports torch, for which `trl-fp8 --help` need not wait
 
     return recipe_for(outline_of(model), **flags)
 
@@ -169,9 +170,9 @@ def recipe_for(
         fp8_weights and others: See the flags of `FP8GRPOConfig`.
 
     Raises:
-        ValueError: `fp8_weights` is on and no layer can be FP8, the KV cache is FP8 and no layer has one, or
-            `ignored_modules` or `kv_cache_skip_layers` name layers that do not exist, or all layers. The message lists
-            them.
+        ValueError: `fp8_weights` is on, but no layer can be FP8. The KV cache is FP8, but no layer caches keys and
+            values. `ignored_modules` or `kv_cache_skip_layers` name layers that do not exist, or the latter names all
+            layers. A format is unknown.
     """
     linears = outline.linears
     experts = outline.experts
@@ -227,7 +228,7 @@ def _reasons(
 
 
 def _why_nothing(outline: Outline, reasons: dict[str, str], spec: FormatSpec, tp_size: int, smaller: list[int]) -> str:
-    """Return the error for a model without FP8 layers. It would have some at the `smaller` tensor parallel sizes."""
+    """Return the error for a model of which no layer can be FP8. At the tensor parallel sizes `smaller` some can."""
     remedies = [f"fp8_weight_format={name!r}" for name in formats_for(outline, tp_size)]
     if smaller:
         reason = f"split over {tp_size} GPUs, no layer of {outline.class_name} has shards that {spec.requirement}"
@@ -255,7 +256,7 @@ def formats_for(outline: Outline, tensor_parallel_size: int = 1) -> list[str]:
 
 
 def adapter_targets(linears: Iterable[str]) -> list[str]:
-    """Return the last names of the attention projections that adapters may be on, also with an FP8 base."""
+    """Return the last parts of the names of the attention projections that can have adapters, also on an FP8 base."""
     targets: dict[str, None] = {}
     for name in linears:
         parent, _, kind = name.rpartition(".")
@@ -303,7 +304,10 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
 
 
 def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, float]]:
-    """Return N and K of a rank's part of each projection in a weight; fractions where `tp_size` does not divide."""
+    """Return rows N and columns K of a rank's part of each projection in the weight of the linear layer `name`.
+
+    A size that `tp_size` does not divide is a fraction.
+    """
     rows, columns = outline.linears[name]
     parent, _, kind = name.rpartition(".")
     if kind in (*ROW_PARALLEL, LINEAR_ATTENTION[-1]):

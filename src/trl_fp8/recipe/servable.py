@@ -1,9 +1,9 @@
 """Refusals of models that no engine can serve, by model type and names of parameters, before an engine starts.
 
 vLLM's class of a model has to load the policy's tensors under the policy's names, and to store them so that they can
-be read back. Classes that do not are recognized by a part of a parameter's name, or by the model type (families.py).
-tests/engine/test_servable.py compares both with vLLM's classes. For all other models the names in the started engine
-are compared with the policy's (`sync.policy_checks`).
+be read back. A model whose class does not is recognized by a parameter's name, or by the model type (families.py).
+tests/engine/test_servable.py compares both with vLLM's classes. For all other models `sync.policy_checks` compares the
+names in the started engine with the policy's.
 """
 
 import re
@@ -13,8 +13,8 @@ from .families import family_of, types_with
 from .outline import Outline
 
 
-# Part of a parameter's name -> reason. The first: conv1d and A_log of Mamba, conv.conv of LFM2, but not those of gated
-# delta nets (linear_attn), which can be read back
+# Pattern in a parameter's name -> reason. The first matches conv1d and A_log of Mamba and conv.conv of LFM2. It leaves
+# out gated delta nets (linear_attn), whose tensors can be read back
 _REFUSED_NAMES = {
     r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
         "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
@@ -29,13 +29,13 @@ WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": Fa
 WITHOUT_ENGINE_WORDS = ", ".join(f"{flag}={value!r}" for flag, value in WITHOUT_ENGINE.items())
 REMEDY = f"Choose another model, or train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS} (TRL alone)"
 
-# `upstream.vllm.engine_class`: architectures -> name of vLLM's class, or None. Callers without vLLM, or without the
-# time to import it, pass no such function
+# `upstream.vllm.engine_class`: architectures -> name of vLLM's class; None: vLLM has none. Callers that do not import
+# vLLM, which is slow and optional, pass no function, and vLLM's class is not checked
 Resolve = Callable[[tuple[str, ...]], str | None]
 
 
 def require_servable(outline: Outline, resolve: Resolve | None = None) -> None:
-    """Raise `ValueError` for a model that no engine can serve, with its config's type, reason and remedy."""
+    """Raise `ValueError` for a model that no engine can serve. The message has model type, reason and remedy."""
     reason = why_not_servable(outline, resolve)
     if reason is not None:
         raise ValueError(unservable(outline.config_type, reason))
@@ -51,8 +51,8 @@ def unservable(model_type: str, reason: str) -> str:
 def require_same_positions(outline: Outline, longest: int | None) -> None:
     """Raise `ValueError` if engine and policy would rotate q and k of some sequences by different angles.
 
-    `longest` is the number of tokens of a sequence in the engine; None: as many as the model can have. With longrope
-    vLLM then takes `original_max_position_embeddings`, fewer than the trainer assumes, so a number has to be set.
+    `longest` is the length of the engine's longest sequence, in tokens; None: as long as the model allows. A longrope
+    model needs a number: for None vLLM takes `original_max_position_embeddings`, fewer than the trainer assumes.
     """
     served = int(outline.context * outline.stretch)
     if longest and served and longest > served:

@@ -1,5 +1,7 @@
 """Replay in the policy's routers: other experts, the model's own gate weights, and gradients as ever."""
 
+import weakref
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -174,6 +176,14 @@ def test_a_second_replay_takes_the_place_of_the_first():
         model(input_ids=TOKENS)
     known, used, own = tally.counts.tolist()
     assert known == used == 2 * TOKENS.numel() and own < known / 2
+
+
+def test_a_replay_that_was_replaced_is_freed():
+    model = build("qwen3_moe")
+    first = weakref.ref(RouterReplay(model))
+    second = RouterReplay(model)
+    assert first() is None
+    assert [hook.__self__ for hook in model.model._forward_pre_hooks.values()] == [second]
 
 
 def test_adapters_do_not_matter():

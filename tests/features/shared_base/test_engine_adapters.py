@@ -1,5 +1,7 @@
 """Adapters beside a frozen base in a real engine: what it computes, what it holds, and that all of it is proven."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -9,8 +11,10 @@ from testing import engines
 from testing.reference_experts import reference_fp8_experts
 from trl_fp8.engine.vllm.cpu.reference_linear import linear
 from trl_fp8.engine.vllm.layout import held_codes
+from trl_fp8.features.shared_base import engine_base
 from trl_fp8.features.shared_base.engine_adapters import ADAPTERS, _install
 from trl_fp8.recipe.names import checkpoint_name
+from trl_fp8.sync.shards import GatherFailed
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -150,3 +154,27 @@ def test_adapters_that_peft_merged_are_not_sent(started):
     layer.merged_adapters.append("default")
     with pytest.raises(ValueError, match="unmerge_adapter"):
         generation.sync_weights()
+
+
+@pytest.mark.parametrize("error", [MemoryError, GatherFailed])
+@pytest.mark.parametrize("failing", ["factors", "with_adapters"])
+def test_a_rank_that_cannot_merge_enters_the_gathers_that_others_wait_in(failing, error, monkeypatch):
+    """After a gather that broke off it enters none: the others would take it for the rest of that one."""
+    gathered = []
+
+    def gather(*names):
+        for name in names:
+            gathered.append(name)
+            yield name, torch.ones(2, 2)
+
+    def fail(*arguments):
+        raise error("no memory")
+
+    rank = SimpleNamespace(model=torch.nn.Linear(2, 2), parameters=None)
+    rank._adapters = lambda model: gather("A", "B")
+    rank.whole = lambda parameters: gather("up", "down")
+    monkeypatch.setattr(engine_base, failing, fail)
+    with engine_base.AdapterWeights.policy_tensors(rank) as tensors, pytest.raises(error):
+        list(tensors)
+    done = 2 if failing == "with_adapters" else 0
+    assert gathered == ["A", "B", "up", "down"][: done if error is GatherFailed else None]

@@ -57,6 +57,8 @@ REFUSED = {
     "embedding": (lora(target_modules=["embed_tokens"]), "embed_tokens .Embedding"),
     "pissa": (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*from the base's weights"),
     "saved": (lora(modules_to_save=["k_proj"]), "modules_to_save that are FP8: model.layers.0.self_attn.k_proj"),
+    "container": (lora(modules_to_save=["mlp"]), "modules_to_save that are FP8: model.layers.0.mlp.gate_proj"),
+    "ending": (lora(modules_to_save=["wn_proj"]), "that are FP8: model.layers.0.mlp.down_proj.*Use longer names"),
 }
 
 

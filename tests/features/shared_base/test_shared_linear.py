@@ -125,6 +125,17 @@ def test_a_whole_policy_computes_with_the_codes(architecture):
         assert all(getattr(experts, name).isnan().all() for name in TRANSFORMERS.fused)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_a_policy_whose_base_is_in_no_engine_yet_says_so(architecture):
+    model = build(architecture)
+    recipe = recipe_for_model(model)
+    HeldBase(model, recipe)
+    module = model.get_submodule((recipe.fp8_experts or recipe.fp8_modules)[0])
+    inputs = [random(3, module.hidden_dim), torch.zeros(3, 2).long(), random(3, 2)] if recipe.fp8_experts else []
+    with pytest.raises(RuntimeError, match="no weights before its trainer's engine holds its base"):
+        module(*(inputs or [random(3, module.in_features)]))
+
+
 def test_a_base_is_handed_over_once():
     model = build("qwen3")
     held = HeldBase(model, recipe_for_model(model))

@@ -116,6 +116,6 @@ def test_tokens_without_survivors_are_not_trained_on(run):
     log = feature.log
     note = log.generated
     log.generated = lambda outputs: note(outputs) or [record[1].counts_T.fill(0) for record in log.records[:1]]
-    with pytest.raises(RuntimeError, match=r"log-probs of \d+ tokens, but for \d+ of them not the tokens"):
+    with pytest.raises(RuntimeError, match=r"log-probs of \d+ tokens, but for \d+ of them it did not return"):
         trainer._generate_and_score_completions([{"prompt": "10+20="}] * 8)
     assert feature._current is not None

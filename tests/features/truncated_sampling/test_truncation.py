@@ -1,12 +1,15 @@
 """Survivors of sequences, brought to the tokens that TRL's output head scores."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import trl.trainer.utils as trl_utils
 
 from trl_fp8.engine.protocol import Survivors
-from trl_fp8.features.truncated_sampling.truncation import BatchSurvivors, of_batch
+from trl_fp8.features.truncated_sampling.truncation import BatchSurvivors, Truncation, of_batch
+from trl_fp8.run.batch import COMPLETION_IDS, COMPLETION_MASK, ROLLOUT_LOGPS, Batch
 
 
 # The end of the first one's prompt is what another rollout sampled; the second is a conversation, with two tokens of a
@@ -45,3 +48,29 @@ def test_completions_that_are_masked_have_no_rows(triton, counts, monkeypatch):
 def test_rows_of_a_batch_may_be_shuffled_and_split():
     batch = BatchSurvivors(*(tensor[[1]] for tensor in of_batch(SEQUENCES, PROMPTS)))
     assert batch.rows(MASK[[1]], COLUMNS).ids_E.tolist() == [8, 9, 10]
+
+
+SAMPLED = torch.tensor([[6, 7, 0, 0, 0], [8, 6, 7, 9, 0]])  # 6 and 7 of the second are a tool's
+
+
+def extended(tokens):
+    """The batch of the completions `tokens` after `extend_batch`."""
+    feature = Truncation(SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda totals, _: totals)))
+    feature._current = of_batch(SEQUENCES, PROMPTS)
+    tool = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 1, 1]])
+    batch = Batch({COMPLETION_IDS: tokens, COMPLETION_MASK: MASK[:, -COLUMNS:] * tool, ROLLOUT_LOGPS: tool - 2.0})
+    feature.extend_batch(batch)
+    return batch
+
+
+def test_sampled_tokens_that_did_not_survive_are_an_error():
+    assert extended(SAMPLED).metrics["sampling/survivors_mean"].value == 6 / 4
+    for sequence, position, survivors in ((0, 0, (5, 6)), (0, 1, (7,)), (1, 0, (8,)), (1, 3, (9, 10))):
+        for token in range(12):
+            tokens = SAMPLED.clone()
+            tokens[sequence, position] = token
+            if token in survivors:
+                extended(tokens)
+            else:
+                with pytest.raises(RuntimeError, match="of 4 tokens, but for 1 of them .* sampled token is not among"):
+                    extended(tokens)

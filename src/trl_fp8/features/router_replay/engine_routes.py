@@ -1,9 +1,9 @@
 """Routes: the experts that the engine's routers chose, for every token of every rollout.
 
-vLLM's second model runner (CUDA) returns routes with each completion (`enable_return_routed_experts`). On CPU vLLM has
-only the first runner. There `RouterCapture` reads them through the same hook of vLLM's routers. This needs prefix
-caching off, because no router runs for a cached token. A sequence of T tokens has T - 1 rows, because its last token
-was sampled, but never fed back.
+vLLM's V2 model runner (CUDA) returns routes with each completion (`enable_return_routed_experts`). A CPU has only the
+V1 runner, which returns none. There `RouterCapture` sets the hook of vLLM's routers that the V2 runner uses. This
+needs prefix caching off, because no router runs for a cached token. A sequence of T tokens has T - 1 rows, because its
+last token was sampled, but never fed back.
 
 Shape letters: T tokens, L decoder layers of the model (dense ones too), K experts per token.
 """
@@ -29,14 +29,14 @@ class RouteLog(RolloutLog):
     engine, such as the last result of a tool.
     """
 
-    unknown = "no router's choice is known for them"
-    refused = "router_replay: vLLM cannot return the experts that it chooses"
-    refusal = r"AuxOutput[^\[\n]*"
-    otherwise = "set router_replay='off'"
+    not_known = "no router's choice is known for them"
+    cannot_return = "router_replay: vLLM cannot return the experts that it chooses"
+    vllm_reason = r"AuxOutput[^\[\n]*"
+    remedy = "set router_replay='off'"
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        # On CUDA vLLM returns routes, also of tokens in its prefix cache. On CPU routers are read while they run, and
-        # they do not run for a cached token
+        # On CUDA vLLM returns routes of cached tokens, too, and 0.31 refuses to return any without a prefix cache. On
+        # CPU routers are read while they run, and they do not run for a cached token
         on_cuda = platform.name == "cuda"
         if on_cuda and recipe.tensor_parallel_size > 1:
             raise ValueError(
@@ -69,8 +69,8 @@ class RouteLog(RolloutLog):
     def check(self, note: np.ndarray, length: int) -> None:
         if len(note) != length - 1:
             raise RuntimeError(
-                f"the engine returned routes for {len(note)} tokens of a rollout that fed {length - 1} to "
-                "it. Replay would shift them; set router_replay='off'."
+                f"the engine returned routes for {len(note)} tokens of a rollout, and computed {length - 1}. Replay "
+                "would shift them; set router_replay='off'."
             )
 
     def merged(self, notes: list[np.ndarray], length: int) -> np.ndarray:
@@ -91,7 +91,7 @@ def returned_routes(outputs: list[RequestOutput]) -> list[np.ndarray]:
 
 
 class RouterCapture:
-    """Records the choices of routers while they run, in vLLM's first model runner, eager and without prefix cache."""
+    """Records the choices of routers of vLLM's V1 model runner, which has to run eagerly, without a prefix cache."""
 
     def __init__(self, llm: LLM):
         self._llm = llm
@@ -102,14 +102,16 @@ class RouterCapture:
             if isinstance(getattr(module, "router", None), BaseRouter):
                 routers[module.layer_id] = module.router
         if not routers:
-            raise ValueError("the engine's model has no routers whose choice could be read.")
+            raise ValueError(
+                "router_replay: the engine's model has no routers whose choice could be read. Set router_replay='off'."
+            )
         self._layers = llm.llm_engine.model_config.get_total_num_hidden_layers()
         self._last = max(routers)  # the last layer of a forward
         for layer, router in routers.items():
             router.set_capture_fn(partial(self._capture, layer))
 
     def __call__(self, outputs: list[RequestOutput]) -> list[np.ndarray]:
-        """Return the routes of the requests that just finished. Of a token that was computed twice the first count."""
+        """Return the routes of the requests that just finished; of a token that was computed twice, the first ones."""
         chunks = self._chunks
         self._chunks = {}
         return [np.concatenate(_without_repetitions(chunks[output.request_id])) for output in outputs]

@@ -1,11 +1,12 @@
 """Router replay: the trainer's routers use the experts that the rollout chose, with gate weights of their own.
 
 If two experts nearly tie, a rounding error makes engine and trainer send a token to different experts, and its
-log-prob jumps. This is the largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370: about one router in
-ten differs). Replay takes only the choice from the rollout. Logits, softmax and normalization are the model's own, so
-gradients reach routers and experts as without replay: only `topk` returns other indices, and the values there.
+log-prob jumps. These jumps are the largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370: about one
+router in ten differs). A *route* is the experts of one token in one layer. Replay takes only routes from the rollout.
+Logits, softmax and normalization are the model's own, so gradients reach routers and experts as without replay: only
+`topk` returns the route as indices, and the values at these indices.
 
-    forward  ->  routes [N, K] of this layer and these rows  ->  router: softmax, topk -> these experts, normalize
+    forward  ->  routes [N, K] of a layer for this forward's tokens  ->  router: softmax, topk -> route, normalize
 
 Shape letters: B sequences, S tokens of a padded sequence, N = B * S, L layers with routers, K experts per token.
 """
@@ -24,10 +25,10 @@ from trl_fp8.recipe.names import NOWHERE, full_shape, is_router, routers
 
 
 class RouteTally:
-    """Counts of routes, one per token and layer, on the device: fp64 `[3]`.
+    """Counts of routes, fp64 `[3]` on the device.
 
-    The counts are: routes known from the rollout; of these, used as in the rollout; of these, chosen by the router as
-    in the rollout.
+    The first counts the routes that are known from the rollout. The second counts the known routes that the forward
+    used, and the third the known routes that the router itself chose.
     """
 
     def __init__(self, device: torch.device):
@@ -52,15 +53,17 @@ class RouterReplay:
         self.layers = tuple(by_layer)  # numbers of the decoder layers that have a router
         first = by_layer[self.layers[0]]
         self.experts_per_token: int = first.top_k
-        # The smallest type that holds the number of experts and `NOWHERE`
+        # The smallest type that holds every expert's number, from 0, and `NOWHERE`
         self.dtype = torch.int8 if full_shape(first.weight)[0] <= 128 else torch.int16
         self._recorded: list[Tensor] = []
         self.end()
         for column, router in enumerate(by_layer.values()):
-            if not isinstance(router, _Replayed):  # an earlier trainer may have swapped it, whose replay ends here
+            if isinstance(router, _Replayed):  # an earlier trainer swapped it, and its replay is replaced
+                router.replay[0]._hook.remove()
+            else:
                 swap(router, _Replayed, replay=None)
             router.replay = self, column
-        base.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hook = base.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def begin(
         self, routes_BSLK: Tensor | None, *, replay: bool, tally: RouteTally | None = None, record: bool = False
@@ -82,7 +85,7 @@ class RouterReplay:
         self._row = 0  # first row of `routes_BSLK` that no forward has used
         self._chunk_NLK: Tensor | None = None  # routes of the forward that is running
         self._real_N: Tensor | None = None  # False at padding in that forward; None: no padding
-        if record or routes_BSLK is not None:  # `end`, after which `recorded` is read, leaves the record
+        if record or routes_BSLK is not None:  # `end` keeps the record, because `recorded` is read after it
             self._recorded = []
 
     def end(self) -> None:
@@ -132,7 +135,7 @@ class RouterReplay:
             self._real_N = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def route(self, column: int, forward: Callable[..., tuple], *args, **kwargs) -> tuple:
-        """Call a router's `forward` with this replay. Its last output is the chosen experts `[N, K]`."""
+        """Call a router's `forward` under this replay. Return its outputs, the last of which are routes `[N, K]`."""
         if self._chunk_NLK is None and not self._recording:
             return forward(*args, **kwargs)
         rollout_NK = None if self._chunk_NLK is None else self._chunk_NLK[:, column].long()
@@ -153,8 +156,7 @@ class RouterReplay:
 
 
 class _TopK(TorchFunctionMode):
-    """Makes `torch.topk` return `indices_NK` and the values there, and stores the indices that it chose itself in
-    `own`.
+    """Makes `torch.topk` return `indices_NK` (unless None) and the values there. Its own indices go to `own`.
 
     Routers in transformers do different things before and after their top-k, but all of them call it.
     """
@@ -177,7 +179,7 @@ class _TopK(TorchFunctionMode):
 
 
 class _Replayed:
-    """Mixin for a router."""
+    """Mixed into the class of a router, so that `RouterReplay.route` calls its forward."""
 
     replay: tuple[RouterReplay, int]  # the replay, and this router's column in its routes
 
@@ -187,7 +189,7 @@ class _Replayed:
 
 
 def _by_layer(base: nn.Module, flag: str) -> dict[int, nn.Module]:
-    """Return the router of each decoder layer that has one."""
+    """Return the router of each decoder layer that has one. `ValueError` if none has, or for an unknown router."""
     routers_by_name = routers(base)
     if not routers_by_name:
         raise ValueError(f"{flag}: {type(base).__name__} is not a mixture of experts. Set router_replay='off'.")

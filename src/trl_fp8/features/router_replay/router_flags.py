@@ -57,7 +57,7 @@ class RouterFlags(FlagGroup):
             )
 
     def check(self) -> None:
-        """Raise `ValueError` if the flag's value is unknown, or if nothing returns or records the routes."""
+        """Raise `ValueError` if the flag's value is unknown, or if no engine or no pass provides the experts."""
         flag = f"router_replay={self.router_replay!r}"
         if self.router_replay not in ROUTER_REPLAYS:
             raise ValueError(f"{flag} is not a way to replay routers. Use one of {list(ROUTER_REPLAYS)}.")

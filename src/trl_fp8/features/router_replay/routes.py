@@ -1,8 +1,8 @@
-"""The experts that the engine chose for a generation, on their way into the trainer's forwards (`router_replay`).
+"""The feature that brings the engine's routes (experts of each token and layer) into the trainer's forwards.
 
-    generation     the engine returns routes [T - 1, L, K] of each sequence                  `after_generation`
+    generation     the engine returns routes [T - 1, all layers, K] of each sequence         `after_generation`
     old log-probs  routes are aligned with TRL's padding, and replayed or compared           `scoring`
-    batch          gets routes, a row for each sequence, because TRL shuffles sequences      `extend_batch`
+    batch          gets the routes, [B, S, L, K], because TRL shuffles it by sequence        `extend_batch`
     loss           routes are replayed                                                       `begin_loss`
 
 With router_replay='rollout' the policy's forward uses the experts that the FP8 engine chose. The reference (`beta >
@@ -89,7 +89,8 @@ class Routes(Feature):
             batch.tensors[ROUTES] = self._loss_routes_BSLK
         self._arrived = None
         if self._tally is not None:
-            # Shares of the known routes that differ from the rollout's in the old-log-prob pass
+            # Shares of the known routes that differ from the rollout's in the old-log-prob pass: as the forward used
+            # them, and as the routers themselves chose
             known, used, own = self.trainer.accelerator.reduce(self._tally.counts, "sum").tolist()
             batch.metrics["router/disagreement"] = mean_of(known - used, known)
             batch.metrics["router/own_disagreement"] = mean_of(known - own, known)
@@ -111,14 +112,14 @@ class Routes(Feature):
 def padded_routes(
     replay: RouterReplay, routes: list[np.ndarray], prompts: list[int], prompt_columns: int, columns: int
 ) -> torch.Tensor:
-    """Return routes `[B, S, L, K]` for the layers of `replay`, in TRL's padding. `NOWHERE` where none is known.
+    """Return routes `[B, S, L, K]` for the layers of `replay`, in TRL's padding, with `NOWHERE` at unknown routes.
 
     Args:
         replay: The policy's replay.
         routes: `[T - 1, all layers, K]` of each sequence.
         prompts: Number of prompt tokens of each sequence.
-        prompt_columns: The column after the last one of a prompt: TRL pads prompts on the left and completions on the
-            right.
+        prompt_columns: Number of prompt columns. All prompts end in the last of them, and all completions begin in the
+            next one: TRL pads prompts on the left and completions on the right.
         columns: S.
     """
     layers = list(replay.layers)

@@ -1,4 +1,4 @@
-"""Refusals of adapters that cannot be trained on an FP8 base whose weights exist only in the engine."""
+"""Checks of flags and adapters, for adapters on an FP8 base whose weights exist only in the engine."""
 
 from collections.abc import Container
 
@@ -15,7 +15,7 @@ from trl_fp8.recipe.names import MLA, checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe, adapter_targets
 
 
-OFF = "or set fp8_base=False."
+OFF = "or set fp8_base=False."  # last words of the errors
 INDEPENDENT_INITS = True, False, "gaussian"  # values of `init_lora_weights` that read no weight of the base
 
 
@@ -71,15 +71,20 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
 
 
 def require_frozen_base(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe) -> None:
-    """Raise `ValueError` if `modules_to_save` trains whole FP8 layers. Runs before a policy gives its weights away."""
-    shared = *recipe.fp8_modules, *recipe.fp8_experts
-    wrapped = [checkpoint_name(name) for name, each in model.named_modules() if isinstance(each, ModulesToSaveWrapper)]
-    ends = tuple(f".{name}" for name in [*wrapped, *(getattr(config, "modules_to_save", None) or ())])
-    trained = [name for name in shared if f".{name}".endswith(ends)]
+    """Raise `ValueError` if `modules_to_save` trains whole FP8 layers. Call it before these lose their weights."""
+    ends = tuple(getattr(config, "modules_to_save", None) or ())
+    # PEFT copies, with all that is inside, each module whose name in the PEFT model ends with an entry of the list
+    copied = tuple(
+        f"{checkpoint_name(name)}."
+        for name, module in model.named_modules()
+        if isinstance(module, ModulesToSaveWrapper) or f"base_model.model.{name}".endswith(ends)
+    )
+    trained = [name for name in (*recipe.fp8_modules, *recipe.fp8_experts) if f"{name}.".startswith(copied)]
     if trained:
         raise ValueError(
             f"fp8_base=True with modules_to_save that are FP8: {listed(trained, 3)}. Trainer and engine share the FP8 "
-            f"weights, so these are frozen. Name the modules in fp8_ignored_modules, too, {OFF}"
+            "weights, so these are frozen. PEFT copies each module whose name ends with an entry of modules_to_save. "
+            f"Use longer names there, name the FP8 modules in fp8_ignored_modules, {OFF}"
         )
 
 
@@ -92,8 +97,8 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: Container[str]) -> str |
     if name not in linears:
         return "not a layer of a decoder"
     if name.endswith(MLA):
-        # The engine decodes with separate parts of kv_b_proj, and computes the other projections of a few rows with
-        # another kernel
+        # The engine decodes with separate parts of kv_b_proj. For batches of few rows, it computes the other
+        # projections with a kernel that does not call the linear layers
         return "a projection of MLA, which an engine also computes without calling its linear layers"
     if name.endswith(".shared_expert_gate"):
         return "the gate of a shared expert, which every rank of an engine holds as a whole"

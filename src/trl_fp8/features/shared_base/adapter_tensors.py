@@ -1,11 +1,12 @@
 """LoRA adapters of a policy, in the form in which an engine holds them beside a frozen base.
 
-A linear layer of the engine fuses S layers of the policy (such as q, k and v) and computes y = Q(W) x + B (A x):
+A linear layer of the engine fuses S layers of the policy (such as q, k and v) and computes y = Q(W) x + B (A x). Q(W)
+is the FP8 weight.
 
     A  [S R, K]       the layers' A, one below another
     B  [sum N, S R]   the layers' B as a block diagonal, each times its scaling s, before rounding to BF16
 
-N are a layer's out-features and K its in-features. R is the largest rank among the layers' adapters. Adapters of a
+A layer has N out-features and K in-features. R is the largest rank among the adapters of the S layers. Adapters of a
 smaller rank, and layers without an adapter, are padded with zeros. The zeros are sent like all other values, because
 everything that an engine computes with has a checksum.
 """
@@ -31,14 +32,14 @@ class Slot:
     """The part of an engine's linear layer that holds the adapter of one of the policy's layers."""
 
     rank: int  # R
-    index: int  # of the policy's layer among the S layers that are fused
-    fused: int  # S
-    shape: tuple[int, int]  # of the weight of the policy's layer, `[N, K]`
-    own_rank: int  # of the layer's own adapter, at most R; 0 if the layer has no adapter
+    index: int  # of the policy's layer among the S fused layers
+    fused: int  # S, the number of fused layers
+    shape: tuple[int, int]  # `[N, K]`, of the weight of the policy's layer
+    own_rank: int  # rank of the layer's own adapter, at most R; 0 if the layer has no adapter
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of A and B as a sync sends them."""
+        """Return the shapes `[R, K]` of A and `[N, S R]` of B, in which a sync sends them."""
         rows, columns = self.shape
         return {A: [self.rank, columns], B: [rows, self.fused * self.rank]}
 
@@ -84,10 +85,10 @@ def _active(layers: Mapping[str, LoraLayer]) -> str | None:
 def adapter_tensors(
     model: nn.Module, slots: Mapping[str, Slot], trained: Iterable[NamedTensor]
 ) -> Iterator[NamedTensor]:
-    """Yield what a sync sends: A and B of each slot, and every other trained parameter under its checkpoint name.
+    """Yield the (name, tensor) pairs that a sync sends: padded A and B of each slot, then zeros for empty slots.
 
-    A and B of a slot without an active adapter are zeros. `trained` yields PEFT's name and the whole tensor of each
-    trained parameter.
+    `trained` yields (PEFT's name, whole tensor) of the adapters and of other parameters to send. Others are sent under
+    their checkpoint names. `ValueError` if the active adapter does not fit into its slot.
     """
     unfilled = {(layer, which) for layer in slots for which in (A, B)}
     trained = iter(trained)
@@ -108,7 +109,7 @@ def adapter_tensors(
                 unfilled.discard((name, which))
                 yield f"{name}.{which}.weight", slot.pad(which, tensor)
     except Exception:
-        for _ in trained:  # gathers are collective, so other ranks would wait for this one
+        for _ in trained:  # its gathers are collective, so other ranks would wait for this rank
             pass
         raise
     device = next(model.parameters()).device
@@ -117,7 +118,10 @@ def adapter_tensors(
 
 
 def factors(model: nn.Module, parameters: Iterable[NamedTensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return layer -> FP32 copies of the active A `[r, K]` and s B `[N, r]`, from PEFT's names and tensors."""
+    """Return layer -> FP32 copies of A `[r, K]` and s B `[N, r]` of the active adapter, by the keys `A` and `B`.
+
+    `parameters` yields (PEFT's name, whole tensor).
+    """
     factors_of_layers: dict[str, dict[str, torch.Tensor]] = {}
     for layer, which, tensor in _active_matrices(model, parameters):
         if which is not None:
@@ -128,7 +132,7 @@ def factors(model: nn.Module, parameters: Iterable[NamedTensor]) -> dict[str, di
 def with_adapters(
     weights: Iterable[NamedTensor], adapters: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Iterator[NamedTensor]:
-    """Yield each `(checkpoint name, W)`, with W + s B A in FP32 in place of W if `adapters` has its `factors`."""
+    """Yield `(checkpoint name, weight)`: W + s B A in FP32 for layers in `adapters` (see `factors`), otherwise W."""
     for name, weight in weights:
         pair = adapters.get(name.removesuffix(".weight"))
         if pair:

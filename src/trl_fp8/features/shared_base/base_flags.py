@@ -1,4 +1,4 @@
-"""The flag of an FP8 base with adapters."""
+"""The flag `fp8_base`: LoRA adapters on an FP8 base that trainer and engine share."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,7 +7,6 @@ from math import prod
 from trl import ModelConfig
 
 from trl_fp8.planning.trainer_memory import BYTES, Setup, engine_adapters
-from trl_fp8.recipe.names import fused_name
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.feature import FlagGroup, flag
@@ -57,15 +56,16 @@ class BaseFlags(FlagGroup):
         return None
 
     def memory_changes(self, setup: Setup, outline: Outline, recipe: FP8Recipe) -> dict[str, float]:
-        """Return the changes: the FP8 weights are only in the engine, and the adapters also there, in BF16."""
+        """Return the changes of an FP8 base: its weights leave the trainer, and the engine gets BF16 adapters."""
         if not self.fp8_base:
             return {}
         shared = {name: outline.parameters[name] for name in recipe.fp8_tensors}
         parameters = sum(map(prod, shared.values()))
         codes = sum(map(recipe.format.weight_bytes, shared.values()))
-        dequantized = Counter()  # BF16 bytes of each layer; one layer at a time is dequantized
+        # Module -> bytes of its BF16 weights. One linear layer, or all experts of a layer, is dequantized at a time
+        dequantized = Counter()
         for name, shape in shared.items():
-            dequantized[fused_name(name.removesuffix(".weight"))] += 2 * prod(shape)
+            dequantized[name.rpartition(".")[0]] += 2 * prod(shape)
         # Without a shared base, sharded trainers gather two decoder layers at a time in BF16
         gathered = 2 * 2 * parameters / outline.layers if setup.gpus > 1 else 0
         # No rank of a divided engine holds whole weights, so each trainer holds the codes once more

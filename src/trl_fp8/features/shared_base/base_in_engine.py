@@ -1,4 +1,4 @@
-"""The trainer's side of a shared FP8 base: a policy that is loaded without the base and computes with the engine's."""
+"""The trainer's side of a shared FP8 base: the policy is loaded without its base and computes with the engine's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +15,16 @@ from .held_base import HeldBase, SharedBase, require_own_weights
 from .stored_base import load_without_base
 
 
-SOURCE = "shared_base"  # key in `Construction.handover` of the `HeldBase` or `StoredBase`
+SOURCE = "shared_base"  # key of the `HeldBase` or `StoredBase` in `Construction.handover`
 logger = get_logger(__name__)
 
 
 @contextmanager
 def without_base(construction: Construction) -> Iterator[None]:
-    """Enclose the construction of TRL's trainer: take the FP8 weights out of a model object, or never load them.
+    """Enclose the construction of TRL's trainer. With fp8_base the trainer gets a policy without base weights.
 
-    If the construction fails, a model object gets its weights back.
+    A model object loses them, and gets them back if the construction fails. `ValueError` if the policy cannot share
+    its base, or without fp8_base if an earlier engine has the base.
     """
     args = construction.args
     model = construction.trainer_kwargs["model"]
@@ -42,7 +43,7 @@ def without_base(construction: Construction) -> Iterator[None]:
 
         def load_adaptable(name: str, **loading: Any) -> PreTrainedModel:
             """Load a model without its base. TRL calls this in place of its `create_model_from_path`."""
-            # Modules and biases that are trained beside the adapters are FP32, the dtype in which TRL loads a policy
+            # FP32, TRL's default, instead of BF16 if modules or biases are trained beside the adapters
             if getattr(adapters, "modules_to_save", None) or getattr(adapters, "bias", "none") != "none":
                 loading = {"dtype": torch.float32} | loading
             model, source = load_without_base(create, name, args.recipe_for, **loading)
@@ -65,14 +66,14 @@ def without_base(construction: Construction) -> Iterator[None]:
 
 
 class BaseInEngine(Feature):
-    """Shares the base with the engine. The run's recipe is that of the base, because stored codes may need another."""
+    """Shares the base with the engine. It replaces the run's recipe, because an FP8 checkpoint decides what is FP8."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
         source = trainer.handover.pop(SOURCE)
         trainer.recipe = source.recipe
         require_adaptable(trainer.model, source.recipe)
-        # With one forward the trainer also has an engine of its own, which holds the base for the server, too
+        # With one forward the trainer has an engine of its own beside the server, and shares the base with that one
         self._is_served = trainer.args.vllm_mode == "server" and not trainer.args.policy_calls_engine
         self.base = SharedBase(trainer.model, source, trainer.accelerator.device, self._is_served)
 
@@ -102,5 +103,5 @@ class BaseInEngine(Feature):
             logger.warning(f"{what}: adapters are merged into {into}, because {original}.")
         return (
             f"Adapters are merged into {into}: W + s B A, in FP32. The engine that they were trained with computed "
-            "Q(W) x + s B A x, Q to FP8. "
+            "Q(W) x + s B A x, where Q rounds to FP8. "
         )

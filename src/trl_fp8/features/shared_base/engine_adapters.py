@@ -4,8 +4,8 @@
 
 vLLM's own LoRA is not used. It chooses an adapter for each token, renames the layers, and needs kernels that get the
 adapter of each token of a batch. Here one adapter serves all tokens, so A and B are unquantized linear layers like any
-other. The same kernels compute them (batch invariant where those are), they are compiled, captured in CUDA graphs and
-called by a trainer, and syncs write and audit their tensors.
+other. They run on the same kernels, batch invariant if the engine's are. vLLM compiles them and captures them in CUDA
+graphs, a trainer with one forward calls them, and syncs write and audit their tensors.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,13 +37,13 @@ class _WithAdapter:
 
 
 class AdapterLinear(ReplicatedLinear, Added):
-    """A or B beside one vLLM linear layer, for all of the policy's layers that vLLM fuses there. All have one rank.
+    """The matrix A, or B, inside one vLLM linear layer, for all of the policy's layers that vLLM fuses there.
 
     Args:
         which: `A` or `B`.
         layers: This rank's part of each of the policy's layers.
-        slots: By the engine's names of the policy's layers.
-        shape: In-features and out-features of this A or B on this rank.
+        slots: Engine's name of each of these layers -> its slot (adapter_tensors.py).
+        shape: In-features and out-features of this matrix on this rank.
         prefix: The engine's name of the linear layer.
     """
 
@@ -58,17 +58,17 @@ class AdapterLinear(ReplicatedLinear, Added):
     def pieces(self) -> Iterator[Piece]:
         for name, rows, columns, offset in self.layers:
             slot = self.slots[name]
-            if self.which == A:  # the layers' A are one below another
+            if self.which == A:  # rows of a layer's A lie below those of the layer before
                 sent = (None, columns)
                 in_engine = (Span(slot.index * slot.rank, slot.rank), None)
-            else:  # a layer's B comes with the zeros beside it, so only its rows differ
+            else:  # a sync sends a layer's B with zeros in the other layers' columns, so it fills whole rows
                 sent = (rows, None)
                 in_engine = (Span(offset, rows.size) if rows else None, None)
             piece_name = f"{name}.{self.which}.weight"
             yield Piece(piece_name, self, "weight", self.weight.dtype, sent=sent, in_engine=in_engine)
 
     def facts(self) -> dict[str, list]:
-        if self.which == B:  # A has the same slots
+        if self.which == B:  # the layer of A reports the same slots
             return {}
         return {name: [*astuple(slot)] for name, slot in self.slots.items()}
 
@@ -77,8 +77,8 @@ def adapters_installed(linears: Collection[str], ranks: Mapping[str, int]) -> Ab
     """Add adapter layers to engines that start inside the block.
 
     Args:
-        linears: All linear layers of the policy, by the engine's names.
-        ranks: Rank of each of them that has an adapter.
+        linears: The engine's names of all the policy's linear layers.
+        ranks: Engine's name of each layer with an adapter -> the adapter's rank.
     """
     initialize_model = base_loader.initialize_model
 
@@ -92,7 +92,7 @@ def adapters_installed(linears: Collection[str], ranks: Mapping[str, int]) -> Ab
 
 
 def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int]) -> None:
-    """Add A and B to each linear layer of `model` that computes one of the policy's layers in `ranks`."""
+    """Add A and B to the linear layers of `model` that compute the layers in `ranks`; `ValueError` if any has none."""
     missing = set(ranks)
     for prefix, module in list(model.named_modules()):
         if not isinstance(module, LinearBase):
@@ -105,7 +105,7 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
             width = len(layers) * rank  # S R
             slots = {}
             for index, (name, rows, columns, _) in enumerate(layers):
-                # The whole layer's shape, of which this rank may compute a part
+                # The shape of the whole layer. This rank may compute a part of it
                 shape = (
                     rows.whole if rows else module.output_size_per_partition,
                     columns.whole if columns else module.input_size_per_partition,
@@ -132,7 +132,7 @@ def _with_adapter(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
 
 
 def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Return the slots of an engine's model, by the engine's names of the policy's layers."""
+    """Return engine's name of a policy's layer -> its slot, for all layers with slots in an engine's model."""
     slots = {}
     for module in model.modules():
         if isinstance(module, AdapterLinear):

@@ -18,6 +18,7 @@ from trl_fp8.engine.vllm.platform import Platform, compile_cache_key
 from trl_fp8.engine.vllm.policy_weights import PolicyWeights
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import TensorGroup
+from trl_fp8.sync.shards import GatherFailed
 from trl_fp8.sync.writer import NamedTensor, SentTensor
 from trl_fp8.upstream import vllm as upstream
 
@@ -38,14 +39,14 @@ class BasePart(EnginePart):
 
     def __init__(self, base: SharedBase):
         self.base = base
-        self._is_untested = False  # a compiled engine may not read its adapters: it is tested after the first sync
+        self._is_untested = False  # whether `synced` has to test that a compiled engine reads its adapters
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
         return adapter_ranks(self.base.model)
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        # Adapter layers are added after vLLM has built the model, so vLLM's own hash does not cover them
+        # Adapter layers are added after vLLM has built the model, so vLLM's hash of compiled code does not cover them
         return {"additional_config": compile_cache_key(adapters=self._ranks)}
 
     def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
@@ -74,7 +75,7 @@ class BasePart(EnginePart):
         self._is_untested = bool(upstream.engine_config(generation.llm).compilation_config.mode)
 
     def _share(self, generation: Delivered) -> None:
-        """Send the base, and let the policy's layers compute with the codes that were written."""
+        """Send the base, then let the policy's layers compute with the FP8 codes that are now in the engine."""
         recipe = generation.recipe
         layout = generation.engine.layout
         generation.delivery.send(generation.weights.base_part)
@@ -103,7 +104,7 @@ class AdapterWeights(PolicyWeights):
     """The tensors of a sync: adapters and other trained parameters, beside a frozen base.
 
     Args:
-        slots: By the engine's names of layers.
+        slots: Engine's name of each layer with adapters -> its slot (adapter_tensors.py).
     """
 
     def __init__(self, generation: Delivered, base: SharedBase, slots: Mapping[str, Slot]):
@@ -130,8 +131,8 @@ class AdapterWeights(PolicyWeights):
         self.frozen = self.base_part, other_part
 
     def yields_one_by_one(self, model: nn.Module) -> bool:
-        # With adapters, the parent's tensors last only until the next one, because each is merged in place for a
-        # moment. Here no adapter is merged
+        # The parent also returns True for a PEFT model, because it merges adapters into one weight at a time. Here no
+        # adapter is merged
         return self.sharded
 
     def tensors_to_send(self) -> AbstractContextManager[Iterator[SentTensor]]:
@@ -144,8 +145,16 @@ class AdapterWeights(PolicyWeights):
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         def summed() -> Iterator[NamedTensor]:
-            adapters = factors(self.model, self._adapters(self.model))
-            yield from with_adapters(self.whole(self.parameters), adapters)
+            lora_factors, weights = self._adapters(self.model), self.whole(self.parameters)
+            try:
+                adapters = factors(self.model, lora_factors)
+                yield from with_adapters(weights, adapters)
+            except GatherFailed:  # the other ranks are in that gather, so this one must enter no other
+                raise
+            except Exception:
+                for _ in chain(lora_factors, weights):  # their gathers are collective: other ranks would wait
+                    pass
+                raise
             if self._generation.accelerator.is_main_process:
                 yield from with_adapters(self.base.originals(), adapters)
 
@@ -167,14 +176,14 @@ def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> 
     vLLM use one folder for all engines (`compilation_config={"cache_dir": ...}`), and vLLM may change what it hashes.
     An engine with adapters would then run code that was compiled without them: its tensors are right, but nothing
     reads them. So this function writes new values into an adapter, which have to change the log-probs, and restores
-    the old values. It tests one of the layers whose names differ only in a number.
+    the old values. Of layers whose names differ only in a number, it tests one.
 
     Args:
-        model: Holds the policy's weights. With random weights the change may be too small to show.
+        model: The engine's model with the policy's weights. With random weights the change may be too small to show.
         log_probs: Returns the log-probs of one sequence, as the engine computes them now.
     """
     before = log_probs()
-    noise = (log_probs() - before).abs().max()  # some kernels add in no fixed order
+    noise = (log_probs() - before).abs().max()  # not 0 with kernels that add in no fixed order
     unread: list[str] = []
     tried = set()
     for name, module in model.named_modules():
@@ -185,7 +194,7 @@ def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> 
         weights = [module.get_submodule(attribute).weight.data for attribute in ADAPTERS.values()]
         originals = [weight.clone() for weight in weights]
         generator = torch.Generator().manual_seed(0)
-        for weight in weights:  # of A and of B, because either may be zero
+        for weight in weights:  # both A and B, because B A is zero if either is
             weight.copy_(torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5)
         try:
             moved = (log_probs() - before).abs().max()

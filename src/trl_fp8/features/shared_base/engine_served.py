@@ -4,7 +4,7 @@ trl-fp8 serve --lora    `ServedAdapters` decides which layers get adapters and p
                         environment variable
 worker                  `register` adds the adapter layers to the model, as a colocated engine does
 trainer                 `ServedBase` compares these layers with the policy's adapters, and sends the base with the
-                        first sync; later syncs send only adapters. The policy computes with the bytes that were sent
+                        first sync; later syncs send only adapters. The policy computes with the codes that were sent
 """
 
 import json
@@ -28,7 +28,7 @@ from .engine_base import AdapterWeights, BasePart
 from .server_slots import slots_from
 
 
-ADAPTERS_VARIABLE = "TRL_FP8_ADAPTERS"  # has the arguments of `adapters_installed` as JSON
+ADAPTERS_VARIABLE = "TRL_FP8_ADAPTERS"  # environment variable: arguments of `adapters_installed` as JSON
 _UNTIL_PROCESS_ENDS = ExitStack()  # contexts that are never left
 
 
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 class ServedAdapters(EnginePart):
-    """Part of a server whose workers add adapter layers.
+    """Engine part (engine/vllm/part.py) of a server whose workers add adapter layers.
 
     Args:
         lora: Arguments of PEFT's `LoraConfig` as JSON.
@@ -69,11 +69,11 @@ class ServedAdapters(EnginePart):
 
 
 class ServedBase(BasePart):
-    """Part of a trainer whose server holds the base."""
+    """Engine part of a trainer whose server holds the base."""
 
     def weights(self, generation: Delivered) -> AdapterWeights:
         return AdapterWeights(generation, self.base, slots_from(generation.engine.added))
 
     def staged(self, generation: Delivered) -> None:
-        """Send the base with the first sync, and let the policy's layers compute with what is sent."""
+        """Stage the base for the first sync, and let the policy's layers compute with the staged codes."""
         self._share(generation)

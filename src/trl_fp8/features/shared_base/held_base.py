@@ -26,20 +26,21 @@ from .stored_base import StoredBase, load_without_base
 
 
 Weight = Tensor | Float8Tensor  # in high precision, or codes
-SHARED_BEFORE = "an earlier trainer shared this model's FP8 base with its engine (fp8_base=True), a part of it"
+SHARED_BEFORE = "an earlier trainer shared this model's FP8 base with its engine (fp8_base=True)"
 ANEW = "Load the model anew, or give the trainer the flags that the first one had."
 
 
 class HeldBase:
-    """The FP8 weights of a model object, taken out of it. They stay on the model's device until they are released.
+    """The weights of a model object that become FP8, taken out of it. They stay on its device until `release`.
 
-    If the model shared its base with an earlier engine, they are that engine's codes.
+    If the model shared its base with an earlier engine, the weights are that engine's codes. `ValueError` if they have
+    another format than `recipe`, or if `recipe` does not make all of them FP8.
     """
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe):
         self.recipe = recipe
         self._weights: dict[str, Weight] = {}
-        self._places = list(fp8_weights(model, recipe))  # (name, module, the module's parameter) of each weight
+        self._places = list(fp8_weights(model, recipe))  # (policy's name, module, module's parameter) of each weight
         require_own_weights(model, {module for _, module, _ in self._places})
         for name, module, parameter in self._places:
             weight = _codes_of(module, parameter) if isinstance(module, HoldsCodes) else getattr(module, parameter)
@@ -51,7 +52,7 @@ class HeldBase:
             share(module)
 
     def restore(self) -> None:
-        """Put the weights back into the policy. Codes stay where they are, and released weights are gone."""
+        """Put high-precision weights back into the policy. Codes never left it, and released weights are gone."""
         if not self._weights:
             return
         for name, module, parameter in self._places:
@@ -62,7 +63,7 @@ class HeldBase:
                 module.register_parameter(parameter, weight)
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
-        """Yield each of `recipe.fp8_tensors` by the policy's name."""
+        """Yield (policy's name, weight) of each of `recipe.fp8_tensors`; `RuntimeError` after `release`."""
         if not self._weights:
             raise RuntimeError(
                 "fp8_base=True: the base's FP8 weights exist only in the engine, and something changed them there. "
@@ -72,7 +73,7 @@ class HeldBase:
         yield from ((name, weight.detach()) for name, weight in self._weights.items())
 
     def release(self) -> None:
-        """Drop the weights, which the engine holds in FP8."""
+        """Drop the weights, because the engine has them in FP8."""
         self._weights.clear()
 
 
@@ -80,8 +81,9 @@ class SharedBase:
     """The weights that a policy sends to its engine once. Afterwards the policy computes with the engine's codes.
 
     Args:
-        is_served: Whether the engine is a server. What is sent to a server are whole codes, even if several of its
-            ranks share a model.
+        device: The trainer's, where weights are quantized.
+        is_served: Whether the engine is a server. The trainer then stages whole codes, even if several server ranks
+            share a model.
     """
 
     def __init__(self, model: nn.Module, source: HeldBase | StoredBase, device: torch.device, is_served: bool = False):
@@ -90,11 +92,11 @@ class SharedBase:
         self._source = source
         self._device = device
         self._engine_codes_are_whole = is_served or self.recipe.tensor_parallel_size == 1
-        self._own_codes: dict[str, Float8Tensor] = {}  # if the engine's are not whole
-        self._original: StoredBase | None = None  # what `original` found
+        self._own_codes: dict[str, Float8Tensor] = {}  # whole codes, if each engine rank has only a part of them
+        self._original: StoredBase | None = None  # the checkpoint that `original` found
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
-        """Yield each FP8 weight by the policy's name, to be sent. Note whole codes if the engine's are not whole."""
+        """Yield (policy's name, FP8 weight), to be sent. Keep whole codes if the engine's ranks have only parts."""
         if self._engine_codes_are_whole:
             for name, weight in self._source.tensors():
                 yield name, weight.to(self._device)
@@ -109,14 +111,14 @@ class SharedBase:
         on_device = ((name, weight.to(self._device)) for name, weight in source.tensors())
         for group in by_scale(on_device, recipe):
             weights = list(group.values())
-            codes = weights  # of a checkpoint that is FP8
+            codes = weights  # an FP8 checkpoint stores codes
             if not isinstance(weights[0], Float8Tensor):
                 rounded = [weight.to(torch.bfloat16) for weight in weights]
                 codes = quantize_fused(rounded, recipe.format, recipe.scale_format)
             yield from zip(group, weights, codes, strict=True)
 
     def share(self, codes: Callable[[str], Float8Tensor]) -> None:
-        """Let the policy's layers compute with the engine's `codes(name)`, or with own codes if those are not whole.
+        """Let the policy's layers compute with the engine's `codes(name)`, or the whole codes that `tensors` kept.
 
         Release the weights of a `HeldBase`.
         """
@@ -131,9 +133,9 @@ class SharedBase:
         transformers_model(self.model).save_pretrained = _refuse_save
 
     def original(self) -> StoredBase | str:
-        """Return where the weights in high precision can be read again, or the reason why they cannot.
+        """Return the checkpoint with the weights in high precision, or the reason why it cannot be read.
 
-        A reason may be gone at the next call, for example if the Hub could not be reached.
+        After a failure each call tries again: perhaps the Hub was out of reach.
         """
         if self._original is not None:
             return self._original
@@ -152,7 +154,7 @@ class SharedBase:
         return source
 
     def originals(self) -> Iterator[tuple[str, Weight]]:
-        """Yield each weight in high precision, read again, or dequantized if `original` returns a reason.
+        """Yield (policy's name, weight in high precision): read again, or dequantized if `original` returns a reason.
 
         `ValueError` if a weight that was read again quantizes to other codes than the engine has.
         """
@@ -182,9 +184,9 @@ def _codes_of(module: HoldsCodes, parameter: str) -> Float8Tensor | None:
 
 
 def require_own_weights(model: nn.Module, skip: Collection[nn.Module] = ()) -> None:
-    """Raise `ValueError` if a layer of a policy that is not in `skip` holds no weights."""
+    """Raise `ValueError` if a layer of a policy has lost its weights to an earlier engine, unless it is in `skip`."""
     if any(isinstance(module, HoldsCodes) and module not in skip for module in model.modules()):
-        raise ValueError(f"{SHARED_BEFORE} not shared now. {ANEW}")
+        raise ValueError(f"{SHARED_BEFORE}, and this trainer does not share all of it. {ANEW}")
 
 
 def _refuse_save(*args, **kwargs) -> None:

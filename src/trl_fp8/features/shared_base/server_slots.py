@@ -10,7 +10,7 @@ from .adapter_tensors import Slot
 
 
 def slots_from(facts: Mapping[str, list]) -> dict[str, Slot]:
-    """Return slots by the engine's names of layers, from what `AdapterLinear.facts` returned in a server."""
+    """Return engine's name of a layer -> its slot. `facts` is what `AdapterLinear.facts` returned in a server."""
     slots = {}
     for layer, (rank, index, fused, shape, own_rank) in facts.items():
         slots[layer] = Slot(rank, index, fused, tuple(shape), own_rank)
@@ -18,7 +18,7 @@ def slots_from(facts: Mapping[str, list]) -> dict[str, Slot]:
 
 
 def require_same_ranks(base_url: str, facts: Mapping[str, list], ranks: Mapping[str, int], recipe: FP8Recipe) -> None:
-    """Raise `ValueError` unless a server has adapters of the policy's `ranks`, by the policy's names of layers."""
+    """Raise `ValueError` unless a server has adapters of these `ranks` (policy's name of a layer -> rank)."""
     needed = {recipe.engine_name(layer): rank for layer, rank in ranks.items()}
     served = {layer: slot.own_rank for layer, slot in slots_from(facts).items() if slot.own_rank}
     if served == needed:
@@ -33,16 +33,16 @@ def require_same_ranks(base_url: str, facts: Mapping[str, list], ranks: Mapping[
 
 
 def lora_argument(ranks: Mapping[str, int], linears: Iterable[str]) -> str:
-    """Return the value of `--lora` for a server whose adapters have these ranks, by the policy's names of layers.
+    """Return the value of `--lora` that gives a server adapters of these `ranks` (policy's name of a layer -> rank).
 
-    `linears` are the names of all the policy's linear layers.
+    `linears` are the names of all linear layers of the policy.
     """
-    ranks_of_kind: dict[str, set[int]] = {}  # last part of a layer's name -> ranks of all layers with that last part
+    ranks_of_kind: dict[str, set[int]] = {}  # last part of a layer's name -> ranks of its layers; 0: no adapter
     for layer in linears:
         ranks_of_kind.setdefault(layer.rpartition(".")[2], set()).add(ranks.get(layer, 0))
     targets = dict(ranks)  # name for `target_modules` -> rank
     kinds = {layer.rpartition(".")[2] for layer in ranks}
-    if all(len(ranks_of_kind[kind]) == 1 for kind in kinds):  # last parts are enough, and shorter
+    if all(len(ranks_of_kind[kind]) == 1 for kind in kinds):  # the last parts determine the ranks, and are shorter
         targets = {kind: rank for kind in kinds for rank in ranks_of_kind[kind]}
     largest = max(targets.values())
     config = {"r": largest, "target_modules": sorted(targets)}

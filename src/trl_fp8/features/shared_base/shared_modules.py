@@ -5,7 +5,7 @@
 
 Modules stay the same objects (policy/swapped.py), so names, adapters and gradient checkpointing work as before. In
 place of a weight they have a placeholder: a NaN, expanded to the weight's shape. PEFT and transformers read its shape,
-dtype and device, and a computation with it would show as NaN. If PEFT merges an adapter into it, an error says what to
+dtype and device, and a computation with it would give NaN. If PEFT merges an adapter into it, an error says what to
 call instead.
 """
 
@@ -36,20 +36,19 @@ class AbsentWeight(Tensor):
 
 
 def _parameter_or_absent(name: str) -> property:
-    """Return a property: the weight that `holding` made the parameter `name` for a call, else the placeholder."""
+    """Return a property: the weight that `holding` sets as parameter `name` for a call, or the placeholder."""
     return property(lambda module: module._parameters.get(name, module.absent[name]))
 
 
 class SharedLinear(HoldsCodes):
     """Mixin for an `nn.Linear` without a weight."""
 
-    codes: Float8Tensor | None  # of the weight `[N, K]`
-    absent: dict[str, Tensor]  # placeholders by the name of the parameter
+    codes: Float8Tensor | None  # of the weight `[N, K]`; None before the engine has them
+    absent: dict[str, Tensor]  # name of a parameter -> its placeholder
     weight = _parameter_or_absent("weight")
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.codes is None:
-            raise RuntimeError("fp8_base=True: the policy has no weights before its trainer's engine holds its base.")
+        _require_codes(self)
         dtype = _compute_dtype(input)
         y = _DequantizedLinear.apply(input.to(dtype), self.codes)
         return y if self.bias is None else y + self.bias.to(dtype)
@@ -69,13 +68,14 @@ class SharedExperts(HoldsCodes):
 
     def dequantized(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Call the module's own forward with weights that are dequantized for this call."""
+        _require_codes(self)
         weights = {name: dequantize_weight(codes, hidden_states.dtype) for name, codes in self.codes.items()}
         with holding(self, weights):
             return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
 def fp8_weights(model: nn.Module, recipe: FP8Recipe) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (checkpoint name, module, name of the module's parameter) of each weight of a policy that is FP8."""
+    """Yield (checkpoint name, module, name of the module's parameter) of each FP8 weight of a policy."""
     for name, module in (*linear_layers(model), *expert_modules(model)):
         for parameter in _weight_names(module):
             if f"{name}.{parameter}" in recipe.fp8_tensors:
@@ -88,7 +88,7 @@ def share(module: nn.Module) -> None:
         absent = {}
         for name in _weight_names(module):
             weight = module._parameters.pop(name)
-            device = "cpu" if weight.is_meta else weight.device  # the meta device has no values, and so no NaN
+            device = "cpu" if weight.is_meta else weight.device  # on the meta device there is no NaN
             nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)
             absent[name] = nan.expand(weight.shape).as_subclass(AbsentWeight)  # `expand` takes no memory
         swap(module, SharedLinear if isinstance(module, nn.Linear) else SharedExperts, codes=None, absent=absent)
@@ -98,6 +98,11 @@ def _weight_names(module: nn.Module) -> tuple[str, ...]:
     return ("weight",) if isinstance(module, nn.Linear) else TRANSFORMERS.fused
 
 
+def _require_codes(module: HoldsCodes) -> None:
+    if module.codes is None:
+        raise RuntimeError("fp8_base=True: the policy has no weights before its trainer's engine holds its base.")
+
+
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which a linear layer computes for the input `x`."""
     kind = x.device.type
@@ -105,7 +110,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """Computes `x @ W.T` for x `[..., K]`, and dX in the backward, each with W dequantized for the call."""
+    """Computes `x @ W.T` for x `[..., K]`, and dX in the backward. Each of them dequantizes W anew."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codes: Float8Tensor) -> Tensor:

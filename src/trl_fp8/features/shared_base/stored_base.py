@@ -1,4 +1,4 @@
-"""A policy that is loaded without the weights that will be FP8, and a reader of these weights in its checkpoint.
+"""Loading of a policy without the weights that will be FP8, and reading of these weights from its checkpoint.
 
     transformers builds an empty model     -> its FP8 linears and experts lose their weights (shared_modules.py)
     transformers loads the checkpoint      -> it never reads tensors for which the model has no parameter
@@ -47,18 +47,18 @@ _REMEDY = "Start from the high-precision checkpoint, or from an FP8 checkpoint i
 
 @dataclass(frozen=True)
 class StoredBase:
-    """The weights in a checkpoint that will be FP8, and that a policy was loaded without."""
+    """The weights of a checkpoint that will be FP8. The policy was loaded without them."""
 
-    # Names these weights. If the checkpoint has FP8 codes, only weights with codes are FP8, in the codes' scale format
+    # `fp8_tensors` names the weights. If a checkpoint has FP8 codes, these alone are FP8, in the codes' scale format
     recipe: FP8Recipe
     weights: tuple["StoredWeight", ...] = field(repr=False)
 
     def tensors(self) -> Iterator[tuple[str, Tensor | Float8Tensor]]:
-        """Yield (policy's name, value) of each of `recipe.fp8_tensors`, on the host: `[N, K]`, of experts `[E, N, K]`.
+        """Yield (policy's name, value) of each of `recipe.fp8_tensors`, on the host: `[N, K]`, or experts `[E, N, K]`.
 
         Values are in high precision, or codes as stored (e4m3, with fp32 scales of 128x128 blocks). A weight that is
-        one tensor of a file is memory-mapped; a layer's experts are copied into one tensor. A consumer has to drop
-        each value before it takes the next.
+        one tensor of a file is memory-mapped; a layer's experts are copied into one tensor. To keep one weight in
+        memory at a time, drop each value before taking the next.
         """
         return ((weight.name, weight.value(opened)) for weight, opened in _file_by_file(self.weights))
 
@@ -66,14 +66,14 @@ class StoredBase:
 def load_without_base(
     create: Callable[..., PreTrainedModel], model_id: str, recipe_for: Callable[[PreTrainedModel], FP8Recipe], **kwargs
 ) -> tuple[PreTrainedModel, StoredBase]:
-    """Return a policy whose FP8 linears and experts hold no weights, and where these weights are stored.
+    """Return a policy whose FP8 linears and experts hold no weights, and the stored base that has these weights.
 
     Args:
         create: TRL's `create_model_from_path`, or a function with the same arguments that loads one model by
             `from_pretrained`.
         model_id: Folder or id of a checkpoint in safetensors, in high precision or in 128x128 FP8 blocks.
-        recipe_for: Decides what is FP8 in a model on the meta device.
-        kwargs: Arguments of `create`. `dtype`, for all that is loaded, is BF16 by default.
+        recipe_for: Returns the recipe of a model, which is on the meta device.
+        kwargs: Further arguments of `create`. `dtype`, by default BF16, is that of all weights that are loaded.
 
     Raises:
         ValueError: The base cannot be read from this checkpoint. Nothing was loaded.
@@ -85,7 +85,7 @@ def load_without_base(
 
 
 class _Loader(HfQuantizer):
-    """Quantizer that transformers calls while it loads a model. It quantizes nothing, but takes the base away."""
+    """A quantizer for transformers that quantizes nothing. It takes the base out of a model that is being loaded."""
 
     is_trainable = True
 
@@ -125,7 +125,7 @@ class _Loader(HfQuantizer):
             share(module)
             placeholder = getattr(module, parameter)
             placeholder._is_hf_initialized = True  # else transformers would initialize it
-        # transformers would report the tensors of the base as unexpected
+        # Else transformers would report the tensors of the base as unexpected
         absent = "|".join(map(re.escape, sorted(recipe.fp8_tensors)))
         self._unreported = rf"^({absent})({recipe.format.scale_suffix})?$"
         model._keys_to_ignore_on_load_unexpected.add(self._unreported)
@@ -153,7 +153,7 @@ class StoredWeight:
 
     name: str  # in the policy
     shape: tuple[int, ...]  # `[N, K]`; of all experts `[E, N, K]`
-    # Names of tensors in the checkpoint: one, or for experts those of each expert, concatenated along N (gate and up)
+    # Names of the checkpoint's tensors: one, or several for experts: of each expert in turn, gate before up along N
     parts: tuple[str, ...]
     scales: tuple[str, ...]  # names of the parts' scales; empty if the weight is in high precision
     checkpoint: Mapping[str, StoredTensor] = field(repr=False)
@@ -163,7 +163,7 @@ class StoredWeight:
         return tuple(sorted({self.checkpoint[name].file for name in (*self.parts, *self.scales)}))
 
     def value(self, opened: OpenFiles) -> Tensor | Float8Tensor:
-        """Read the weight from `files`, which are open."""
+        """Read the weight, in high precision or as codes. `opened` has all of `files`."""
         if not self.scales:
             return self._whole(self.parts, self.shape, _HIGH_PRECISION[self.checkpoint[self.parts[0]].dtype], opened)
         block = [1] * (len(self.shape) - 2) + list(BLOCKS.weight_block)
@@ -175,7 +175,7 @@ class StoredWeight:
         return self._whole(self.scales, BLOCKS.scale_shape(self.shape), torch.float32, opened)
 
     def _whole(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, opened: OpenFiles) -> Tensor:
-        """Read the tensors `names`, concatenate them and return the result in this shape."""
+        """Read the tensors `names`, concatenate them, and return the result in `shape` and `dtype`."""
         tensors = (opened[self.checkpoint[name].file].get_tensor(name) for name in names)
         if len(names) == 1:
             return next(tensors).to(dtype).view(shape)
@@ -185,9 +185,9 @@ class StoredWeight:
         return whole
 
     def unusable_form(self) -> str | None:
-        """Return a tensor of the weight, with its dtype and shape, that the engine cannot use; None if it can use all.
+        """Return the name, dtype and shape of the first tensor that the engine cannot use; None if it can use all.
 
-        The parts must have one dtype and an equal share of the rows, and their scales the shape of 128x128 blocks.
+        Parts need one known dtype and an equal share of the rows. Their scales need the shape of 128x128 blocks.
         """
         rows = prod(self.shape[:-1]) // len(self.parts)
         columns = self.shape[-1]
@@ -209,9 +209,9 @@ class StoredWeight:
 
 
 def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP8Recipe, model: str) -> StoredBase:
-    """Return the base in the checkpoint of a policy whose parameters have these shapes.
+    """Return the base that a checkpoint has for a policy whose parameters have these `shapes`.
 
-    `ValueError` if the checkpoint has it in no form that can be used.
+    `ValueError` if the base cannot be read from this checkpoint.
     """
     where = f"fp8_base=True with model={model!r}"
     if not recipe.fp8_weights:
@@ -223,7 +223,7 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
             "from_pretrained and save_pretrained, or set fp8_base=False."
         )
     checkpoint = dict(_headers(files))
-    # A vision-language model may name its decoder otherwise in the checkpoint
+    # A checkpoint of a vision-language model may have another name of its decoder
     decoder = recipe.decoder
     if decoder == WRAPPED and f"{decoder}.embed_tokens.weight" not in checkpoint:
         for other in WRAPPED_OTHERWISE:
@@ -239,7 +239,7 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
             "from_pretrained and pass the object to the trainer, which then takes the weights from it."
         )
     codes = {name for name, stored in checkpoint.items() if stored.dtype == _CODES}
-    coded = {name for name, names in parts.items() if not codes.isdisjoint(names)}  # the policy's FP8 parameters
+    coded = {name for name, names in parts.items() if not codes.isdisjoint(names)}  # parameters stored as codes
     if coded:
         in_high_precision = {name.rpartition(".")[0] for name in recipe.fp8_tensors - coded}
         recipe = recipe.keeping(in_high_precision, "in high precision in the checkpoint")
@@ -264,7 +264,7 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
 
 
 def _check_codes(coded: set[str], recipe: FP8Recipe, where: str) -> None:
-    """Raise `ValueError` if the recipe has another format than the stored codes, or keeps some of these weights."""
+    """Raise `ValueError` unless the recipe has the format of the stored codes, and makes all `coded` weights FP8."""
     if recipe.format is not BLOCKS:
         raise ValueError(
             f"{where} and fp8_weight_format={recipe.format.name!r}: the checkpoint has FP8 codes with scales of "
@@ -293,7 +293,7 @@ def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, decoder: str, s
 
     Args:
         decoder: The checkpoint's name of the decoder.
-        suffix: That of scales, to get the names of the parameter's scales.
+        suffix: The scales' suffix, to get the names of the parameter's scales.
     """
     stored = recipe.stored_name(name + suffix)
     if stored.startswith(f"{recipe.decoder}."):
@@ -303,7 +303,7 @@ def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, decoder: str, s
 
 
 def _file_by_file(weights: Iterable[StoredWeight]) -> Iterator[tuple[StoredWeight, OpenFiles]]:
-    """Yield weights and their open files, in an order in which files are opened once."""
+    """Yield each weight and its open files. Weights in the same files follow each other, and share the open files."""
     files_of = attrgetter("files")
     for files, together in groupby(sorted(weights, key=files_of), files_of):
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Truncated sampling: the trainer's log-probs are over the tokens that top-k, top-p and min-p left in the engine.
+"""Truncated sampling: the trainer normalizes log-probs over the tokens that top-k, top-p and min-p left in the engine.
 
 This feature has no flag of its own: TRL's sampling flags switch it on.
 """

@@ -1,4 +1,4 @@
-"""Survivors: the tokens that top-k, top-p and min-p left to sample from, for every sampled token of every rollout.
+"""Survivors: for each sampled token of a rollout, the tokens that top-k, top-p and min-p left to sample it from.
 
 vLLM's second model runner (CUDA) returns survivors with each completion (`return_sampling_mask`). On CPU vLLM has only
 the first runner. There `SamplerCapture` reads the log-probs from which vLLM's sampler draws.
@@ -21,12 +21,12 @@ from trl_fp8.upstream import vllm as upstream
 
 
 class SurvivorLog(RolloutLog):
-    """Survivors of everything generated since `begin`."""
+    """The survivors of each rollout since `begin`, as the notes of a `RolloutLog`."""
 
-    unknown = "the tokens that top_p, top_k and min_p left are not known"
-    refused = "top_p, top_k or min_p with a correction: vLLM cannot return the tokens that survive them"
-    refusal = r"sampling distribution replay[^\[\n]*"
-    otherwise = "set top_p=1.0, top_k=0, min_p=None"
+    not_known = "the tokens that top_p, top_k and min_p left are not known"
+    cannot_return = "top_p, top_k or min_p with a correction: vLLM cannot return the tokens that survive them"
+    vllm_reason = r"sampling distribution replay[^\[\n]*"
+    remedy = "set top_p=1.0, top_k=0, min_p=None"
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
         return {"return_sampling_mask": True} if platform.name == "cuda" else {}
@@ -35,16 +35,15 @@ class SurvivorLog(RolloutLog):
         returned = generation.platform.name == "cuda"
         self.source = returned_survivors if returned else SamplerCapture(generation.llm)
         if (generation.generation_kwargs.get("top_k", generation.top_k) or 0) <= 0:
-            # vLLM returns survivors only if top_k bounds their number. A bound of the vocabulary's size leaves out
-            # none
+            # vLLM returns survivors only if top_k bounds their number. The vocabulary's size as bound drops no token
             vocabulary = upstream.engine_config(generation.llm).model_config.get_vocab_size()
             generation.sample_with(top_k=vocabulary)
 
     def merged(self, notes: list[Survivors], length: int) -> Survivors:
         """Return the survivors of a conversation, joined from the `notes` of its turns.
 
-        Notes of another rollout that shares tokens with this one may be among them. They overlap a turn of this
-        conversation, and are left out.
+        A note of another rollout with the same first tokens may be among `notes`. It overlaps a longer note of this
+        conversation, and is left out.
         """
         turns = [(int(np.flatnonzero(note.counts_T)[0]), note) for note in notes if note.counts_T.any()]
         counts_T = np.zeros(length, np.int32)
@@ -60,7 +59,7 @@ class SurvivorLog(RolloutLog):
 
 
 def returned_survivors(outputs: list[RequestOutput]) -> list[Survivors]:
-    """Return the survivors that vLLM itself returned."""
+    """Return the survivors of each output, from the sampling masks that vLLM returned."""
     masks = [output.outputs[0].sampling_mask for output in outputs]
     if any(mask is None for mask in masks):
         raise RuntimeError("vLLM returned no sampling masks although return_sampling_mask was set.")
@@ -76,7 +75,7 @@ class SamplerCapture:
         upstream.sampler(llm).register_forward_hook(self._capture)
 
     def __call__(self, outputs: list[RequestOutput]) -> list[Survivors]:
-        """Return the survivors of the requests that just finished; none at temperature 0, where nothing is drawn."""
+        """Return the survivors of each output, of requests that just finished. At temperature 0 they are empty."""
         chunks = self._chunks
         self._chunks = {}
         found = []
@@ -91,13 +90,13 @@ class SamplerCapture:
         survives = output[1] > -torch.inf
         ids = survives.nonzero()[:, 1].int().split(survives.sum(-1).tolist())
         # vLLM draws a token at the end of each chunk of a prompt, too, and throws it away. After a preemption it
-        # computes prompt and sampled tokens again in chunks, so a position that has survivors keeps them
+        # computes prompt and sampled tokens again in chunks, so each position keeps its first survivors
         for row_ids, (request, position, start, end) in zip(ids, upstream.scheduled_tokens(self._llm), strict=True):
             self._chunks.setdefault(request, {}).setdefault(position + end - start, row_ids.numpy())
 
 
 def _survivors(output: RequestOutput, completion_ids: list) -> Survivors:
-    """Return the survivors of a request. `completion_ids` has the ids of the survivors of each sampled token."""
+    """Return the survivors of a request. `completion_ids` has, for each sampled token, the ids of its survivors."""
     counts_T = np.zeros(len(output.prompt_token_ids) + len(completion_ids), np.int32)
     counts_T[len(output.prompt_token_ids) :] = [len(ids) for ids in completion_ids]
     return Survivors(counts_T, np.fromiter(chain.from_iterable(completion_ids), np.int32, counts_T.sum()))

@@ -1,10 +1,11 @@
-"""A substitute for TRL's fused output head whose log-probs are over the tokens that survived truncated sampling.
+"""A substitute for TRL's fused output head that normalizes over the tokens that survived truncated sampling.
 
 vLLM removes the tokens that top-k, top-p and min-p drop, and normalizes over the rest. This head normalizes over the
-tokens that survived in the engine. A choice by the trainer, from slightly different logits, would drop other tokens at
-the border, perhaps the sampled one. Only survivors get a gradient, so the backward needs only their log-probs.
+tokens that survived in the engine. If the trainer applied top-k, top-p and min-p to its slightly different logits, it
+would drop other tokens at the border, perhaps the sampled one. Dropped tokens get no gradient, so the backward needs
+only the survivors' log-probs.
 
-Shape letters: N tokens that TRL's head gets, R of them sampled, E survivors of all of these together, T tokens of a
+Shape letters: N tokens that TRL's head gets, R of them sampled, E survivors of these R tokens together, T tokens of a
 tile, K hidden size, V vocabulary.
 """
 
@@ -27,9 +28,9 @@ ALIGNED = 8  # columns of padding: a GEMM in 16 bits is fast if rows begin at mu
 
 @dataclass
 class Rows:
-    """Survivors of the tokens that TRL's head is going to get, in the head's order. It gets them in chunks."""
+    """Queue of the survivors of the tokens that TRL will pass to its output head, chunk by chunk, in this order."""
 
-    counts_N: Tensor  # int64, on the device: number of survivors; 0: not sampled, as in prompts
+    counts_N: Tensor  # int64, on the device: number of survivors of each token; 0: not sampled, as in prompts
     ids_E: Tensor  # int64: token ids of the survivors, token after token
 
     def take(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,7 @@ class Rows:
         if tokens > len(self.counts_N):
             raise RuntimeError(
                 f"TRL's output head scores {tokens} tokens, but only {len(self.counts_N)} are left whose survivors "
-                "are known (TRL 1.16 scores all of a batch on CPU, and the completions' elsewhere)."
+                "are known (on CPU TRL 1.16 scores all tokens of a batch, elsewhere only those of completions)."
             )
         counts_N = self.counts_N[:tokens]
         self.counts_N = self.counts_N[tokens:]
@@ -50,13 +51,13 @@ class Rows:
 def truncated_head(survivors: Rows, elsewhere: Logits | None = None) -> SimpleNamespace:
     """Return a substitute for TRL 1.16's `ChunkedLogProbFunction` that normalizes over `survivors`.
 
-    `elsewhere` computes the logits; None: the weight that the head gets does.
+    `elsewhere` computes the logits; None: they are products with the head's own weight.
     """
     return SimpleNamespace(apply=partial(TruncatedHead.apply, survivors, elsewhere))
 
 
 class TruncatedHead(torch.autograd.Function):
-    """Log-probs and entropies over the survivors. They are zero for tokens that were not sampled."""
+    """Log-probs and entropies, normalized over survivors. They are zero for tokens that were not sampled."""
 
     @staticmethod
     def forward(
@@ -75,14 +76,14 @@ class TruncatedHead(torch.autograd.Function):
             logits = _own_logits(weight.to(dtype), bias, scale, cap)
         else:
             logits = elsewhere(weight, bias)
-            dtype = torch.bfloat16
+            dtype = torch.bfloat16  # dtype of the engine's logits, so also of the backward's GEMMs
         counts_N, ids_E = survivors.take(len(hidden))
         sampled_R = counts_N.nonzero()[:, 0]
         counts_R = counts_N[sampled_R]
         log_probs = torch.zeros(len(hidden), device=device)
         entropy = torch.zeros_like(log_probs)
         log_ps = []  # log-prob of each survivor
-        slopes = []  # derivative of its capped logit by the logit before the cap
+        slopes = []  # derivative of each survivor's capped logit by the logit before the cap
         for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS_AT_A_TIME):
             tokens = sampled_R[start : start + len(counts)]
             logits_TV = logits(hidden[tokens]).float()
@@ -118,13 +119,13 @@ class TruncatedHead(torch.autograd.Function):
         grad_E *= ctx.slope if slope_E is None else ctx.slope * slope_E
         needed = ctx.needs_input_grad[2:5]
         with maybe_gather_lm_head_ctx(weight, bias):
-            # Gradients are sums over many tiles, so in FP32
+            # In FP32, because gradients are sums over many tiles
             grad_hidden, grad_weight, grad_bias = (
                 torch.zeros(tensor.shape, device=tensor.device) if is_needed else None
                 for tensor, is_needed in zip((hidden_RK, weight, bias), needed, strict=True)
             )
-            # A tile has the gradients by the logits of some tokens and a part of the vocabulary: zero but at survivors
-            numbers = torch.arange(len(ids_E), device=ids_E.device)  # of survivors
+            # A tile holds the gradients by the logits `[tokens, part of V]`. They are zero except at survivors
+            numbers = torch.arange(len(ids_E), device=ids_E.device)  # indices of survivors in E
             for first, rows, counts, in_tile in _tiles(counts_R, numbers, TOKEN_CHUNK_SIZE):
                 tokens = slice(first, first + len(counts))
                 hidden_TK = hidden_RK[tokens].to(ctx.dtype)
@@ -165,7 +166,7 @@ def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | 
 
 
 def _tiles(counts_R: Tensor, values_E: Tensor, tokens: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield for each tile of `tokens` tokens: its first token, each survivor's row in the tile, counts and values."""
+    """Yield for each tile of `tokens` of R tokens: the first one's index, each survivor's row, counts and values."""
     counts = counts_R.split(tokens) if len(counts_R) else ()
     sizes = torch.stack([each.sum() for each in counts]).tolist() if counts else []
     for number, (each, values) in enumerate(zip(counts, values_E.split(sizes), strict=True)):

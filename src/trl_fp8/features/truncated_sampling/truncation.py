@@ -1,14 +1,14 @@
-"""Top-k, top-p and min-p: the trainer's log-probs are over the tokens that survived them in the engine.
+"""Top-k, top-p and min-p: the trainer normalizes log-probs over the tokens that survived them in the engine.
 
     generation     the engine returns the survivors of each sampled token                  `after_generation`
-    scoring        old log-probs, reference and loss normalize over them                   `scoring`, `reference`
+    scoring        old log-probs, reference and loss normalize over the survivors          `scoring`, `reference`
     batch          gets survivors, a row for each sequence, because TRL shuffles sequences `extend_batch`
 
 A batch keeps its survivors in all updates on it. So the ratio of policy and old policy compares two distributions over
 the same tokens, and so does the KL divergence from a reference.
 
-Shape letters: B sequences, S tokens of a padded one, T of its completion, M survivors of one sequence (padded), E
-survivors of all.
+Shape letters: B sequences, S tokens of a padded sequence, T tokens of a padded completion, M survivors of one sequence
+(padded), E survivors of all sequences.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,17 +40,28 @@ class BatchSurvivors(NamedTuple):
     counts_BT: Tensor  # as in SURVIVOR_COUNTS
     ids_BM: Tensor  # as in SURVIVOR_IDS, then padding with 0
 
+    def contain(self, tokens_BT: Tensor) -> Tensor:
+        """Return whether each token is among its survivors, `[B, T]`. Does not synchronize with the device."""
+        rows, survivors = self.ids_BM.shape
+        end_BT = self.counts_BT.cumsum(1)  # survivors of each token and of all tokens before it
+        numbers_M = torch.arange(survivors, device=end_BT.device)
+        position_BM = torch.searchsorted(end_BT, numbers_M.repeat(rows, 1), right=True)  # T at the padding of `ids_BM`
+        is_token_BM = self.ids_BM == tokens_BT.gather(1, position_BM.clamp_(max=tokens_BT.shape[1] - 1))
+        found_BT = F.pad(is_token_BM.cumsum(1), (1, 0)).gather(1, end_BT)  # of these, the ones equal to their token
+        return found_BT.diff(dim=1, prepend=torch.zeros_like(found_BT[:, :1])) > 0
+
     def rows(self, mask_BS: Tensor, columns: int) -> Rows:
-        """Return the rows for the tokens that TRL's head gets. The last `columns` of the mask are completions."""
+        """Return the rows of the tokens that TRL's head gets. In the mask the last `columns` are completions."""
         counts_BT = F.pad(self.counts_BT, (0, columns - self.counts_BT.shape[1])).long()
         real_BT = mask_BS[:, -columns:] != 0  # False also at completions that mask_truncated_completions hides
-        # Token ids without padding, and of these the ones at real tokens
+        # Drop the padding of `ids_BM`, then the ids at tokens that are not real
         used_BM = torch.arange(self.ids_BM.shape[1], device=mask_BS.device) < counts_BT.sum(1, keepdim=True)
         is_real_E = real_BT.flatten().repeat_interleave(counts_BT.flatten())
         ids_E = self.ids_BM[used_BM].long()[is_real_E]
         counts_BT *= real_BT
-        if trl_utils._use_triton(mask_BS.device):  # then TRL scores only real tokens of completions, else all tokens
+        if trl_utils._use_triton(mask_BS.device):  # TRL then scores only real tokens of completions
             return Rows(counts_BT[real_BT], ids_E)
+        # Otherwise TRL scores all tokens but the first of each sequence
         return Rows(F.pad(counts_BT, (mask_BS.shape[1] - 1 - columns, 0)).flatten(), ids_E)
 
 
@@ -83,11 +94,13 @@ class Truncation(Feature):
         counts_BT = F.pad(self._current.counts_BT, (0, columns - self._current.counts_BT.shape[1]))
         scored = batch.mask_BT != 0
         scored &= ~tensors[ROLLOUT_LOGPS].isnan()
-        lost = int((scored & (counts_BT == 0)).sum())
+        is_survivor = BatchSurvivors(counts_BT, self._current.ids_BM).contain(tensors[COMPLETION_IDS])
+        lost = int((scored & ~is_survivor).sum())
         if lost:
             raise RuntimeError(
-                f"the engine returned log-probs of {int(scored.sum())} tokens, but for {lost} of them not the tokens "
-                "that survived top_p, top_k and min_p. Set top_p=1.0, top_k=0, min_p=None."
+                f"the engine returned log-probs of {int(scored.sum())} tokens, but for {lost} of them it did not "
+                "return the tokens that survived top_p, top_k and min_p, or the sampled token is not among these. "
+                "Set top_p=1.0, top_k=0, min_p=None."
             )
         tensors[SURVIVOR_COUNTS] = counts_BT
         tensors[SURVIVOR_IDS] = self._current.ids_BM
@@ -116,13 +129,13 @@ class Truncation(Feature):
             yield
         if len(rows.counts_N):
             raise RuntimeError(
-                f"TRL's output head left out {len(rows.counts_N)} tokens whose survivors are known (TRL 1.16 scores "
-                "all of a batch on CPU, and the completions' elsewhere)."
+                f"TRL's output head left out {len(rows.counts_N)} tokens whose survivors are known (on CPU TRL 1.16 "
+                "scores all tokens of a batch, elsewhere only those of completions)."
             )
 
 
 def of_batch(survivors: list[Survivors], prompts: list[int]) -> BatchSurvivors:
-    """Return the survivors of completions. `prompts` are the numbers of prompt tokens of the sequences."""
+    """Return the survivors of completions, padded. `prompts` has each sequence's number of prompt tokens."""
     pairs = list(zip(survivors, prompts, strict=True))
     counts = [torch.from_numpy(each.counts_T[prompt:]) for each, prompt in pairs]
     ids = [torch.from_numpy(each.ids_E[each.counts_T[:prompt].sum() :]) for each, prompt in pairs]
