@@ -199,6 +199,7 @@ def test_what_is_no_model_is_said_in_a_line(content, said, tmp_path, capsys):
         (["--gpu-memry", "80"], "Unknown flag --gpu_memry: did you mean gpu_memory?"),
         (["--beta", "0.1"], "--beta is no flag of a plan. Put it into a run config, and give that with --config."),
         (["another/model"], "'another/model' belongs to no flag"),
+        (["--modules", "--json"], "--modules with --json: the figures for scripts have no table of modules"),
     ],
 )
 def test_a_flag_of_no_use_is_named_with_its_value_and_a_fix(words, said, tmp_path, capsys):

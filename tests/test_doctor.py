@@ -6,10 +6,13 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import contextmanager
+from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +37,18 @@ def fake_torch(tmp_path, monkeypatch):
     def plant(source):
         (tmp_path / "torch.py").write_text(source)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+    return plant
+
+
+@pytest.fixture
+def fake_child(tmp_path, monkeypatch):
+    """Return a function that replaces the child by a process that writes a text to stdout."""
+
+    def plant(text):
+        script = tmp_path / "child.py"
+        script.write_text(f"import os\nos.write(1, {text.encode()!r})")
+        monkeypatch.setattr(doctor, "CHILD", (sys.executable, str(script)))
 
     return plant
 
@@ -89,7 +104,7 @@ def test_a_sync_that_arrives_changed_is_a_fault_of_the_step(tmp_path):
             if verdict.check == "kernels":
                 with planted_faults.replaced(machine.trainer.vllm_generation, "temperature", 0.3):
                     status, text = machine.step()
-                assert status == FAULT and "above 0.1: rollouts are not the policy's" in text
+                assert status == FAULT and "not below 0.1: rollouts are not the policy's" in text
                 engines.tamper(after=flip_a_bit)
     finally:
         engines.tamper()
@@ -97,6 +112,18 @@ def test_a_sync_that_arrives_changed_is_a_fault_of_the_step(tmp_path):
             engines.shutdown(machine.trainer.vllm_generation.llm)
     assert found["step"].status == FAULT and "sleep" not in found
     assert "RuntimeError" in found["step"].text and "model.norm.weight" in found["step"].text
+
+
+@pytest.mark.parametrize("values", [(0.003, nan), (nan, 0.003), (0.003, 0.2)], ids=str)
+def test_a_mismatch_that_is_large_or_nan_in_any_step_is_a_fault(values, tmp_path):
+    machine = Machine(tmp_path)
+    logs = [{"mismatch/k3_kl": value} for value in values]
+    generation = SimpleNamespace(last_sync=SimpleNamespace(audited_tensors=39))
+    machine.trainer = SimpleNamespace(
+        train=lambda: None, state=SimpleNamespace(log_history=logs), vllm_generation=generation
+    )
+    status, text = machine.step()
+    assert status == FAULT and f"k3_kl {'nan' if nan in values else '0.2'}, not below 0.1" in text
 
 
 def test_a_kernel_whose_rows_depend_on_the_batch_is_named(tmp_path, monkeypatch):
@@ -109,7 +136,8 @@ def test_a_kernel_whose_rows_depend_on_the_batch_is_named(tmp_path, monkeypatch)
     machine = Machine(tmp_path)
     machine.has_gpu = False
     status, text = machine.batch_invariance()
-    assert status == WARNING and "auto: RuntimeError" in text and "outputs of 7 rows differ in a batch of 300" in text
+    assert status == WARNING and text.startswith("no linear_backend gives a row the same bits in every batch. ")
+    assert "auto: RuntimeError" in text and "outputs of 7 rows differ in a batch of 300" in text
 
 
 def test_libraries_are_compared_with_what_is_declared(monkeypatch):
@@ -151,7 +179,9 @@ def test_a_private_check_of_versions_is_a_fault_too(monkeypatch):
 def test_what_compiles_is_looked_for(monkeypatch, tmp_path):
     assert doctor.compiler().status == OK
     monkeypatch.setenv("CC", "missing-cc -O2")
-    assert "no CC=missing-cc -O2: Triton and Inductor compile with it" in doctor.compiler().text
+    assert "no CC='missing-cc -O2': Triton and Inductor compile with it" in doctor.compiler().text
+    monkeypatch.setenv("CC", " ")
+    assert "no CC=' ': Triton" in doctor.compiler().text
     monkeypatch.delenv("CC")
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     assert "no Python.h" in doctor.compiler().text
@@ -168,6 +198,15 @@ def test_a_driver_is_asked(fake_command, monkeypatch):
     fake_command("nvidia-smi", "exec sleep 60")
     monkeypatch.setattr(doctor, "ANSWER", 0.2)
     assert doctor.gpu().status == FAULT and "silent for 0.2 s: the driver hangs" in doctor.gpu().text
+
+
+@pytest.mark.parametrize("mode, reason", [(0o644, "Permission denied"), (0o755, "Exec format error")])
+def test_a_driver_that_does_not_start_is_a_verdict(mode, reason, tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_bytes(b"\x7fELF\0")
+    (tmp_path / "nvidia-smi").chmod(mode)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    verdict = doctor.gpu()
+    assert verdict.status == WARNING and f"nvidia-smi does not start ({reason})" in verdict.text
 
 
 def test_nothing_waits_for_a_process_that_cannot_be_killed(fake_command, monkeypatch, tmp_path):
@@ -277,6 +316,59 @@ def test_a_child_without_a_temporary_folder_is_a_verdict(monkeypatch, tmp_path, 
     assert tuple(found) == IN_CHILD and found["torch"].status == FAULT and "set TMPDIR" in found["torch"].text
 
 
+def test_a_crash_may_write_bytes_that_are_no_text(fake_torch):
+    fake_torch("import os\nos.write(2, b'crashed at \\xff\\n')\nos._exit(3)")
+    log = []
+    verdict = next(doctor.in_child(60.0, log))
+    assert (
+        verdict.status == FAULT and "exit status 3" in verdict.text and log == ["crashed at \N{REPLACEMENT CHARACTER}"]
+    )
+
+
+@pytest.mark.parametrize("status", [OK, FAULT])
+def test_a_temporary_folder_that_cannot_be_removed_changes_no_verdict(status, fake_child, monkeypatch, tmp_path):
+    def refuse(*args, **kwargs):
+        raise OSError(16, "Device or resource busy")
+
+    checks = IN_CHILD[: 1 if status == FAULT else None]
+    fake_child("".join(f'["{name}", "{status}", ""]\n' for name in checks))
+    monkeypatch.setattr(doctor.tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", refuse)
+        verdicts = list(doctor.in_child(60.0, []))
+    assert any(path.name.startswith("trl-fp8-doctor-") for path in tmp_path.iterdir())
+    assert [verdict.check for verdict in verdicts] == list(IN_CHILD)
+    skipped = [SKIPPED] * (len(IN_CHILD) - len(checks))
+    assert [verdict.status for verdict in verdicts] == [status] * len(checks) + skipped
+
+
+def test_an_error_of_the_disk_after_a_fault_is_no_second_fault(fake_child, monkeypatch):
+    class FailingDisk(tempfile.TemporaryDirectory):
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            raise OSError(5, "Input/output error")
+
+    fake_child('["torch", "fault", ""]\n')
+    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", FailingDisk)
+    found = [verdict.status for verdict in doctor.in_child(60.0, [])]
+    assert found == [FAULT] + [SKIPPED] * (len(IN_CHILD) - 1)
+
+
+def test_processes_of_a_child_that_crashed_are_ended_too(fake_torch, tmp_path):
+    place = tmp_path / "pid"
+    fake_torch(
+        "import os, subprocess\nnull = subprocess.DEVNULL\n"
+        "process = subprocess.Popen(['sleep', '60'], stdin=null, stdout=null, stderr=null)\n"
+        f"open({str(place)!r}, 'w').write(str(process.pid))\nos.kill(os.getpid(), 11)"
+    )
+    assert "SIGSEGV" in next(doctor.in_child(60.0, [])).text
+    status = Path("/proc", place.read_text(), "status")
+    deadline = time.monotonic() + 5
+    while status.exists() and "\nState:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline, "the process that the child started still runs"
+        time.sleep(0.05)
+
+
 def test_a_child_that_hangs_is_a_verdict(fake_torch, capsys):
     fake_torch("import time\ntime.sleep(600)")
     started = time.monotonic()
@@ -287,11 +379,9 @@ def test_a_child_that_hangs_is_a_verdict(fake_torch, capsys):
     assert out.splitlines()[-1].endswith("For a bug report: trl-fp8 doctor --json")
 
 
-def test_only_verdicts_are_read_from_the_child(monkeypatch, tmp_path):
-    script = tmp_path / "child.py"
+def test_only_verdicts_are_read_from_the_child(fake_child):
     lines = ["hello from sitecustomize", "5", '["other", "ok", ""]', *(f'["{name}", "ok", ""]' for name in IN_CHILD)]
-    script.write_text(f"import os\nos.write(1, {chr(10).join([*lines, '']).encode()!r})")
-    monkeypatch.setattr(doctor, "CHILD", (sys.executable, str(script)))
+    fake_child("\n".join([*lines, ""]))
     assert [tuple(verdict) for verdict in doctor.in_child(60.0, [])] == [(name, OK, "") for name in IN_CHILD]
 
 

@@ -4,7 +4,7 @@ TRL's `__init__` starts the engine (`_make_generation`). Then TRL trains. Below,
 that take part in a step, in the order in which TRL calls them. They call hooks (run/feature.py), each for all features
 in the order of features/__init__.py:
 
-    _generate                  before_generation -> one turn, with tools several -> after_generation
+    _generate                  before_generation -> a turn (with tools several) -> after_generation
       _generate_single_turn    before_turn -> [sync: prepare, write, audit -> after_sync] -> generate in FP8
     old log-probs              scoring, reference
     batch                      extend_batch: here a correction computes its weights
@@ -35,7 +35,7 @@ from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, make_lists, require_countable_experts
 from .recipe.from_model import outline_of
 from .recipe.recipe import FP8Recipe
-from .run.batch import Batch, Metric, Rollouts
+from .run.batch import Batch, Metric, Rollouts, require_own_name
 from .run.checkpoints import checkpoint_to_resume, require_ranks
 from .run.facts import trainer_precision
 from .run.feature import Construction, Feature
@@ -77,7 +77,7 @@ class FP8Rollouts(Saving):
     # TRL's tests call methods of trainers whose __init__ has not run. With these values such a trainer acts as TRL's
     recipe: FP8Recipe | None = None  # None if every FP8 flag is off
     plan: Plan | None = None  # its summary is printed at the start; None if every FP8 flag is off
-    features: tuple[Feature, ...] = ()  # parts of a step, in the order in which their hooks are called
+    features: tuple[Feature, ...] = ()  # they take part in a step, in this order
     context: int = 0  # length of the engine's longest sequence, in tokens; 0: not known
     handover: dict[str, Any]  # a registration's folder -> object that the registration made for its features
 
@@ -86,13 +86,14 @@ class FP8Rollouts(Saving):
 
     has_prompts: ClassVar[bool] = True  # datasets have a column "prompt"
     packed_forward = None  # method that runs the policy on packed sequences, if it takes no padded batch
-    engine_module: ClassVar[str | None] = None  # module where TRL looks up `VLLMGeneration`; None: TRL's trainer's
+    engine_module: ClassVar[str | None] = None  # where TRL looks up `VLLMGeneration`; None: in its trainer's module
 
     def __init__(self, model: Any, args: Any = None, **trainer_kwargs):
-        """Take the arguments of TRL's trainer, as keywords.
+        """Take the arguments of TRL's trainer, as keywords. `args` is a `config_class`; None: one with all defaults.
 
         Raises:
-            ValueError: `args` is no `config_class`, or the model or the launcher is not possible with its FP8 flags.
+            ValueError: `args` is no `config_class`, or the dataset, the model or the launch does not fit its flags.
+            OSError: The model is not in the cache, and the Hub is out of reach.
         """
         config_name = self.config_class.__name__
         if args is None:
@@ -157,7 +158,7 @@ class FP8Rollouts(Saving):
                     construction.trainer_kwargs["quantization_config"] = dequantizing
 
             # TRL makes model and datasets, and then calls `VLLMGeneration(...)`, which is `make_generation` here.
-            # Inside it the name is TRL's class again, for modules that are imported only then
+            # While that runs, the name is TRL's class again, for modules that are imported only then
             stack.enter_context(without_noise())
             generation_module = import_module(self.engine_module or trl_module.__name__)
             trl_generation = generation_module.VLLMGeneration
@@ -173,7 +174,7 @@ class FP8Rollouts(Saving):
         make_lists(self.processing_class)
 
         # `FP8ProgressCallback` replaces transformers' progress bar, which prints a dictionary of all metrics at each
-        # log. Not if `disable_tqdm` is set or one of `callbacks` is a progress bar
+        # log. If `disable_tqdm` is set or one of `callbacks` is a progress bar, none is added
         callbacks = [item if isinstance(item, type) else type(item) for item in trainer_kwargs.get("callbacks") or ()]
         has_own_bar = any(issubclass(item, FP8ProgressCallback) for item in callbacks)
         if has_own_bar or not any(issubclass(item, ProgressCallback) for item in callbacks):
@@ -202,7 +203,7 @@ class FP8Rollouts(Saving):
         return self._metrics["train" if self.model.training else "eval"]
 
     def _make_features(self) -> None:
-        """Make the recipe and the features, if there are none yet. The policy exists, the engine does not."""
+        """Make the recipe and the features, unless they exist. Called when there is a policy, and no engine yet."""
         if self.features:
             return
         args = self.args
@@ -219,6 +220,7 @@ class FP8Rollouts(Saving):
     def _make_generation(self, **kwargs) -> object:
         """Start the engine in place of TRL's `VLLMGeneration(**kwargs)`, when model, reference and datasets exist."""
         args = self.args
+        # If nothing needs this project's engine, TRL's starts. Colocated it fails on many CPUs (docs/migration.md)
         if not args.own_engine and (args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
             from trl.generation.vllm_generation import VLLMGeneration  # needs vllm, which TRL makes optional
 
@@ -250,7 +252,8 @@ class FP8Rollouts(Saving):
         # Make the recipe, the features and the plan, and print the plan
         if args.own_engine:
             lock_folder(args.output_dir, self.accelerator)
-        if args.own_engine and self.ref_model is not None:  # TRL omits this; without FP8 this trainer acts as TRL's
+        # TRL leaves this copy out, and so does this trainer if nothing needs this project's engine
+        if args.own_engine and self.ref_model is not None:
             load_on_all_ranks(self.ref_model, self.accelerator.device)
         self._make_features()
         if args.own_engine:
@@ -293,7 +296,7 @@ class FP8Rollouts(Saving):
     def _generate(self, prompts: list) -> tuple:
         if not self.features:
             return super()._generate(prompts)
-        self._end_loss()  # no `training_step` has ended a loss that was computed outside of one
+        self._end_loss()  # `training_step` ends only the losses that it computes
         for feature in self.features:
             feature.before_generation(prompts)
         output = super()._generate(prompts)  # prompt ids, completion ids, and more. Calls `_generate_single_turn`
@@ -326,7 +329,7 @@ class FP8Rollouts(Saving):
             )
 
     def score_alone(self, input_ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> None:
-        """Run the policy on tokens as TRL does to score them, without the hooks of features."""
+        """Run the policy's forward on tokens as TRL does to score them, but call no hook of a feature."""
         self.trl_class()._get_per_token_logps_and_entropies(self, self.model, input_ids, mask, logits_to_keep)
 
     def prompt_token_ids(self, prompts: list) -> list[list[int]]:
@@ -367,11 +370,7 @@ class FP8Rollouts(Saving):
     def _add_metrics(self, metrics: Mapping[str, Metric]) -> None:
         """Add the metrics of one batch to the next log, beside TRL's."""
         for name, metric in metrics.items():
-            if self.logged[name] and not isinstance(self.logged[name][0], Metric):
-                raise ValueError(
-                    f"log_metric({name!r}, ...): a reward function logs a metric under this name, which this trainer "
-                    "uses. Give it another name."
-                )
+            require_own_name(name, self.logged[name])
             self.logged[name].append(metric)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -381,7 +380,8 @@ class FP8Rollouts(Saving):
         measured (NaN) is left out, because TRL would log it as None.
         """
         for name, values in list(self.logged.items()):
-            if values and isinstance(values[0], Metric):
+            if any(isinstance(value, Metric) for value in values):
+                require_own_name(name, values)
                 merged = reduce(or_, values).value
                 self.logged[name] = [merged]
                 if math.isnan(merged):

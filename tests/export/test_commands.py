@@ -1,6 +1,11 @@
 """`trl-fp8 export` and `verify`: a mistake is one line, before a model is loaded."""
 
+from pathlib import Path
+
+import pytest
+
 from trl_fp8.commands.cli import main
+from trl_fp8.export import file_checksums
 from trl_fp8.export.file_checksums import write_checksums
 
 
@@ -27,3 +32,42 @@ def test_verify_and_refusals_of_export_say_it_in_a_line(tmp_path, capsys):
     for line, part in zip(printed.err.splitlines(), told, strict=True):
         assert part in line
     assert not (tmp_path / "new").exists()
+
+
+def test_a_snapshot_in_the_hubs_cache_is_verified_through_its_links(tmp_path, capsys):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "commit"
+    blobs.mkdir()
+    (blobs / "config.json").write_text("{}")
+    write_checksums(blobs)
+    snapshot.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(f"../../blobs/{blob.name}")
+    assert main(["verify", str(snapshot)]) == 0
+    (blobs / "config.json").write_text("changed")
+    assert main(["verify", str(snapshot)]) == 2
+    assert "config.json (changed)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("obstacle", ["current folder", "mount point", "parent"])
+def test_an_empty_folder_that_an_export_cannot_replace_is_refused_at_the_start(
+    obstacle, tmp_path, monkeypatch, capsys
+):
+    empty, temporary_file = tmp_path / "empty", file_checksums.TemporaryFile
+    empty.mkdir()
+
+    def refuse_parent(dir):
+        if Path(dir) == tmp_path:
+            raise PermissionError(13, "Permission denied")
+        return temporary_file(dir=dir)
+
+    target, said = str(empty), "is the current folder or a mount point"
+    if obstacle == "current folder":
+        monkeypatch.chdir(empty)
+        target = "."
+    elif obstacle == "mount point":
+        monkeypatch.setattr(Path, "is_mount", lambda path: path == empty)
+    else:
+        monkeypatch.setattr(file_checksums, "TemporaryFile", refuse_parent)
+        said = f"{tmp_path} cannot be written (Permission denied)"
+    assert main(["export", str(tmp_path / "no model"), target]) == 2
+    assert said in capsys.readouterr().err

@@ -54,6 +54,14 @@ def test_experts_are_written_one_by_one_and_vllm_loads_them(architecture, checkp
         assert engines.loaded_log_probs(folder, generation.recipe, generation.pinned) == synced
 
 
+def test_a_link_to_an_empty_folder_is_a_folder(checkpoint, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")
+    export_fp8(model, AutoTokenizer.from_pretrained(checkpoint("qwen3")), tmp_path / "link")
+    assert verify_export(tmp_path / "disk") >= 5 and (tmp_path / "link").is_symlink()
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen2"])
 def test_transformers_reads_the_dequantized_weights(architecture, checkpoint, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(checkpoint(architecture), dtype=torch.float32)

@@ -61,6 +61,15 @@ def test_an_interrupted_push_is_completed_by_repeating_it(hub, export):
     assert len(hub.uploads) == len(set(hub.uploads)) == shards  # nothing was sent twice
 
 
+def test_a_failed_push_is_repeated_with_the_same_flags(hub, export, tmp_path):
+    folder = export("fp8 export")
+    hub.broken_after = 0
+    for flags, options in (("", {}), (" --private --revision v2", {"private": True, "revision": "v2"})):
+        with pytest.raises(OSError) as failed:
+            push_export(folder, "user/policy-FP8", token="t", **options)
+        assert str(failed.value).endswith(f"repeat it with 'trl-fp8 push '{folder}' user/policy-FP8{flags}'.")
+
+
 def test_weights_of_an_earlier_export_do_not_stay(hub, export):
     push_export(export("first", shard_bytes=60_000), "user/policy-FP8", token="t")
     before = set(hub.repos["user/policy-FP8"])
@@ -69,6 +78,14 @@ def test_weights_of_an_earlier_export_do_not_stay(hub, export):
     assert hub.repos["user/policy-FP8"] == contents(second) and before - set(contents(second))
     index = json.loads(hub.repos["user/policy-FP8"][INDEX])
     assert set(index["weight_map"].values()) == {n for n in hub.repos["user/policy-FP8"] if n.endswith("tensors")}
+
+
+def test_a_push_removes_only_weights_that_a_loader_could_take_for_its_own(hub, export):
+    folder = export("fp8")
+    others = {"adapter_model.safetensors": b"a", "draft/model.safetensors": b"d", "model_notes.safetensors": b"n"}
+    hub.repos["user/policy-FP8"] = others | {"model.safetensors": b"a checkpoint in one file"}
+    push_export(folder, "user/policy-FP8", token="t")
+    assert hub.repos["user/policy-FP8"] == contents(folder) | others
 
 
 def test_an_incomplete_export_is_not_pushed(hub, export, tmp_path, capsys):

@@ -12,5 +12,9 @@ def test_adapters_are_told_from_full_training_with_what_shapes_them():
     assert trained_weights(get_peft_model(on_meta(), lora)) == "LoRA of rank 4, alpha 16, on q_proj, v_proj"
     lora = LoraConfig(r=4, target_modules=r".*\.q_proj")
     assert trained_weights(get_peft_model(on_meta(), lora)) == r"LoRA of rank 4, alpha 8, on .*\.q_proj"
+    experts = "mlp.experts.gate_up_proj"
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=[experts])
+    text = trained_weights(get_peft_model(on_meta("qwen3_moe"), lora))
+    assert text == f"LoRA of rank 4, alpha 8, on q_proj, {experts}"
     other = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     assert trained_weights(get_peft_model(on_meta(), other)) == "IA3 adapters"

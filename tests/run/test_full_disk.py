@@ -28,6 +28,10 @@ def trainer(model, folder, **flags):
     return FakeEngineTrainer(model, reward_digits, arguments(folder, **flags), dataset())
 
 
+def no_checkpoint() -> None:
+    """Stand for `last_checkpoint` of a run that has saved none."""
+
+
 def test_a_run_that_finds_no_room_for_a_checkpoint_says_how_to_go_on(disk, checkpoint):
     model = checkpoint("qwen3")
     with pytest.raises(FullDisk) as raised:
@@ -52,20 +56,49 @@ def test_other_errors_of_a_run_are_what_they_are(tmp_path):
     of_server = OSError(28, "No space left on device", "http://127.0.0.1:8000/fp8_upload")
     others = RuntimeError("CUDA error"), OSError(2, "No such file"), ValueError("no room")
     for error in (*others, elsewhere, of_server):
-        with pytest.raises(type(error)) as raised, explained_full_disk(tmp_path):
+        with pytest.raises(type(error)) as raised, explained_full_disk(tmp_path, no_checkpoint):
             raise error
         assert raised.value is error
 
 
 def test_an_error_on_a_host_without_the_folder_is_what_it_is(tmp_path):
-    with pytest.raises(RuntimeError, match="CUDA error"), explained_full_disk(tmp_path / "of the first host"):
+    with (
+        pytest.raises(RuntimeError, match="CUDA error"),
+        explained_full_disk(tmp_path / "of the first host", no_checkpoint),
+    ):
         raise RuntimeError("CUDA error")
 
 
 def test_a_full_disk_behind_another_error_is_seen(tmp_path):
-    with pytest.raises(FullDisk, match="starts from the beginning, for there is no checkpoint"):
-        with explained_full_disk(tmp_path):
+    with pytest.raises(
+        FullDisk, match="start again without resume_from_checkpoint, for this run has no checkpoint yet"
+    ):
+        with explained_full_disk(tmp_path, no_checkpoint):
             try:
                 raise OSError(28, "No space left on device")
             except OSError as error:
                 raise RuntimeError("inline_container.cc: unexpected pos") from error
+
+
+def test_the_message_names_the_checkpoint_of_this_run_and_not_one_of_an_earlier_run(tmp_path):
+    for step in (2, 100, 900):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    own = str(tmp_path / "checkpoint-2")
+    unfinished = tmp_path / "checkpoint-4"
+    unfinished.mkdir()
+    (tmp_path / "checkpoint-900" / "trainer_state.json").unlink()  # an earlier run did not finish it
+    os.utime(tmp_path / "checkpoint-900", (0, 0))
+    with pytest.raises(FullDisk) as raised, explained_full_disk(tmp_path, lambda: own):
+        raise OSError(28, "No space left on device")
+    assert str(raised.value).endswith(
+        f"checkpoint-4 is incomplete and can be deleted; then resume_from_checkpoint={own!r} goes on from it."
+    )
+    with pytest.raises(FullDisk, match="for this run has no checkpoint yet"):
+        with explained_full_disk(tmp_path, no_checkpoint):
+            raise OSError(28, "No space left on device")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(FullDisk, match="what the run writes in .*resume_from_checkpoint='.*checkpoint-2' goes on"):
+        with explained_full_disk(empty, lambda: own):
+            raise OSError(28, "No space left on device")

@@ -103,6 +103,8 @@ def test_columns_that_prompts_and_rewards_come_from_are_asked_for():
     rows = Dataset.from_list([{"question": "1+1=", "answer": "2"}])
     with pytest.raises(ValueError, match=r"^train_dataset has no column 'prompt', but 'question', 'answer'\. Rename"):
         require_columns({"train_dataset": rows}, [], adds_columns=False)
+    with pytest.raises(ValueError, match="^eval_dataset is empty"):
+        require_columns({"eval_dataset": Dataset.from_list([])}, [], adds_columns=False)
     rows = rows.rename_column("question", "prompt")
     require_columns({"train_dataset": rows, "eval_dataset": None}, ["a/model", Judged(), nn.Linear(1, 1)], False)
     streamed = {"train_dataset": rows, "eval_dataset": rows.to_iterable_dataset()}

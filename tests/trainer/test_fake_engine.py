@@ -12,6 +12,7 @@ from trl_fp8.engine.protocol import Delivery, RolloutEngine
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 from trl_fp8.run import saving
 from trl_fp8.run.checkpoints import checkpoints
+from trl_fp8.sync.shards import GatherFailed
 
 
 # The calls of one generation and what they call, as the docstring draws them
@@ -125,3 +126,11 @@ def test_an_old_checkpoint_is_deleted_only_when_a_newer_one_is_whole(checkpoint,
 def test_an_error_of_any_kind_is_raised_on_all_ranks():
     with pytest.raises(RuntimeError, match="the export: no memory"), saving.failing_together("the export"):
         raise MemoryError("no memory")
+
+
+def test_a_rank_whose_gather_broke_off_enters_no_broadcast(monkeypatch):
+    entered = []
+    monkeypatch.setattr(saving, "broadcast_object_list", entered.append)
+    with pytest.raises(GatherFailed, match="the others wait"), saving.failing_together("the export"):
+        raise GatherFailed("gathering broke off, and the others wait")
+    assert not entered

@@ -183,6 +183,16 @@ def test_accelerate_receives_true_and_false_of_a_run_config_as_it_parses_them(he
     assert launched(monkeypatch, "--config", "x.yaml").main_process_port is None
 
 
+def test_null_in_a_run_config_is_none_where_a_flag_may_be_none(here, no_hub):
+    path = Path(settings())
+    path.write_text(path.read_text() + "vllm_max_model_length: null\nmax_completion_length: null\n")
+    values = Parser().read(["--config", str(path)]).values
+    assert values.vllm_max_model_length is values.max_completion_length is None
+    path.write_text(path.read_text() + "max_steps: null\n")
+    with pytest.raises(ValueError, match="--max_steps: invalid int value: 'None'"):
+        Parser().read(["--config", str(path)])
+
+
 @pytest.mark.parametrize(("words", "starts_several"), [([], False), (["--num_processes", "2"], True)])
 def test_as_many_processes_start_as_the_command_line_says_where_accelerate_sees_no_gpu(
     words, starts_several, here, no_hub, monkeypatch
@@ -263,8 +273,8 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
     "dataset_name='data' and datasets are both set": ({"datasets": [{"path": "data"}]}, ""),
     "reward_funcs is not set. Use some of accuracy_reward": ({"reward_funcs": None}, ""),
     "there is no 'acuracy_reward': did you mean accuracy_reward?": ({}, "--reward_funcs acuracy_reward"),
-    "'my_reward.digits': no module 'my_reward' is installed": ({}, "--reward_funcs my_reward.digits"),
-    "'no.such.digits': no module 'no.such' is installed": ({}, "--reward_funcs no.such.digits"),
+    "there is no module 'my_reward', neither installed nor in": ({}, "--reward_funcs my_reward.digits"),
+    "there is no module 'no.such', neither installed nor in": ({}, "--reward_funcs no.such.digits"),
     "TRL's are fsdp2, multi_gpu, single_gpu, zero1, zero2, zero3.": ({}, "--accelerate_config fsdp3"),
     "--accelerate_config wrong.yaml: A `distributed_type` must be specified": ({}, "--accelerate_config wrong.yaml"),
     "--max_steps: invalid int value: 'many'": ({"max_steps": "many"}, ""),
@@ -426,6 +436,17 @@ def test_a_library_that_a_rewards_package_lacks_is_named_instead_of_the_package(
     for path in ("lacking.no_such_module.digits", "lacking.rewards.inner.digits"):
         with pytest.raises(ValueError, match="no module 'lacking"):
             rewards.require_rewards(dataclasses.replace(script, reward_funcs=[path]))
+
+
+def test_an_error_in_a_rewards_package_is_shown(here, monkeypatch):
+    monkeypatch.syspath_prepend(str(here))
+    Path("failing").mkdir()
+    Path("failing/__init__.py").write_text("float('')")
+    Path("failing/rewards.py").touch()
+    script = dataclasses.replace(Parser().parse_args_and_config([])[0], reward_funcs=["failing.rewards.digits"])
+    with pytest.raises(RuntimeError, match="a package of failing.rewards cannot be imported") as raised:
+        rewards.require_rewards(script)
+    assert isinstance(raised.value.__cause__, ValueError)
 
 
 def test_other_errors_keep_their_traceback(here, no_hub, monkeypatch):

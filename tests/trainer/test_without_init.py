@@ -41,3 +41,6 @@ def test_a_reward_cannot_log_under_the_name_of_a_metric_of_ours():
     trainer._metrics["train"] = {"mismatch/k3_kl": [0.5]}  # TRL's log_metric
     with pytest.raises(ValueError, match="log_metric.'mismatch/k3_kl', .* Give it another name"):
         trainer._add_metrics({"mismatch/k3_kl": mean_of(1.0)})
+    trainer._metrics["train"] = {"fp8/sync_seconds": [mean_of(1.0), 0.5]}  # the reward was later than the sync
+    with pytest.raises(ValueError, match="log_metric.'fp8/sync_seconds', .* Give it another name"):
+        trainer.log({})

@@ -17,11 +17,14 @@ from .fp8_checkpoints import COMMANDS
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run a command. Return the exit status: 2 after one line for a user's mistake, 130 after Ctrl-C."""
+    """Run a command. Return the exit status: 2 after a user's mistake, which is reported in one line.
+
+    After Ctrl-C the process exits with 130.
+    """
     quiet()
     words = sys.argv[1:] if words is None else words
     with ended_by_ctrl_c(lambda: "stopped"):
-        if words[:1] in (["train"], ["plan"], ["serve"]):  # these import TRL or vLLM
+        if words[:1] in (["train"], ["plan"], ["serve"]):  # commands that import TRL or vLLM
             try:
                 require_versions()
             except ImportError as error:
@@ -29,7 +32,7 @@ def main(words: list[str] | None = None) -> int:
         if words[:1] == ["train"]:
             return train.launch(words[1:])
         if words[:1] == ["serve"]:
-            from . import serve  # its process becomes vLLM's
+            from . import serve  # its `run` replaces this process by vLLM's server
 
             return serve.run(words[1:])
         try:
@@ -37,7 +40,7 @@ def main(words: list[str] | None = None) -> int:
                 return doctor.run(words[1:])
             print(_plan(words[1:]) if words[:1] == ["plan"] else _command(words), flush=True)
         except BrokenPipeError:
-            # `| head` has closed the pipe. Python flushes stdout at exit, so let that go to /dev/null
+            # The reader of stdout (`| head`) is gone. Python flushes stdout at exit, so let that go to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (ValueError, OSError) as error:  # OSError: transformers found no such model, or a disk is full
@@ -46,18 +49,19 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _plan(words: list[str]) -> str:
-    with redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout when it is imported, which --json needs for itself
-        from . import plan_command  # imports torch, before which `ended_by_ctrl_c` has to be entered
+    # DeepSpeed logs to stdout when it is imported, but stdout must hold only the plan (--json)
+    with redirect_stdout(sys.stderr):
+        from . import plan_command  # imports torch, so `ended_by_ctrl_c` must be entered before
 
         return plan_command.text_of(words)
 
 
 def _command(words: list[str]) -> str:
-    """Run a command that has an argparse parser, and return the text to print; without words return the help."""
+    """Run a command of fp8_checkpoints.py or of a feature. Return the text to print; without words return the help."""
     parser = argparse.ArgumentParser(prog="trl-fp8", description="FP8 rollouts for TRL's GRPOTrainer")
     parser.add_argument("--version", action="version", version=f"trl-fp8 {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    # `main` runs these four commands itself. They are added here only to be listed in the help
+    # `main` runs these four commands. They are added here only to be listed in the help
     subparsers.add_parser(
         "plan", help="say what of a model would be FP8, and what fits on which GPUs, with which flags"
     )

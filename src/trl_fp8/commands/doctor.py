@@ -1,7 +1,8 @@
-"""`trl-fp8 doctor`: checks a machine, and prints a verdict a line.
+"""`trl-fp8 doctor`: checks a machine, and prints one line with a verdict for each check.
 
-This process imports neither torch nor vLLM. What needs them runs in a child process (doctor_run.py), which sends a
-line for each check in `IN_CHILD`. So a library that crashes or hangs ends only the child, and becomes a verdict.
+This process imports neither torch nor vLLM. The checks in `IN_CHILD` need them, and run in a child process
+(doctor_run.py), which sends one line per check. A library that crashes or hangs stops only the child, and is reported
+as a fault.
 """
 
 import json
@@ -37,8 +38,8 @@ CHILD = (sys.executable, "-m", "trl_fp8.commands.doctor_run")
 REINSTALL = "Install again, in the clone: pip install -e '.[cuda]', on a CPU as the README says."
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
 SECONDS = 300.0  # limit of the child; a first start on a GPU compiles kernels
-ANSWER = 30.0  # seconds, after which nvidia-smi counts as hanging
-GRACE = 2.0  # seconds for a killed process to end; one that waits for a driver ends only with the driver
+ANSWER = 30.0  # seconds after which nvidia-smi counts as hanging
+GRACE = 2.0  # seconds to wait until a killed process has ended; while a driver blocks it, it does not end
 ROOM = 2**29  # bytes that a cache needs free: compiled code of one model takes some hundred MB
 CHECKPOINT = 12 * 10**9  # bytes of a checkpoint of 1 B parameters: weights and Adam's moments in FP32
 SHARED = 2**30  # bytes of shared memory: NCCL takes up to 33 MB for each pair of GPUs, and Docker's default is 64 MiB
@@ -102,10 +103,10 @@ def run(words: list[str]) -> int:
 
 @contextmanager
 def _exit_on_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP inside the block raise SystemExit, so that the child is ended and its GPU is free."""
+    """Raise SystemExit on SIGTERM and SIGHUP inside the block, so that the child is killed and the GPU is free."""
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` makes a process ignore SIGHUP: leave that as it is
+        if signal.getsignal(number) is signal.SIG_DFL:  # else keep it: `nohup` lets a process ignore SIGHUP
             before[number] = signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         yield
@@ -159,8 +160,8 @@ def compiler() -> Verdict:
     missing = []
     for variable, names in (("CC", ("gcc", "clang", "cc")), ("CXX", ("g++", "clang++", "c++"))):
         chosen = os.environ.get(variable)
-        if not any(shutil.which(name) for name in ([chosen.split()[0]] if chosen else names)):
-            missing.append(f"{variable}={chosen}" if chosen else " or ".join(names[:2]))
+        if not any(shutil.which(name) for name in (chosen.split()[:1] if chosen else names)):
+            missing.append(f"{variable}={chosen!r}" if chosen else " or ".join(names[:2]))
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing.append("Python.h")
     if missing:
@@ -178,6 +179,9 @@ def gpu() -> Verdict:
     except FileNotFoundError:
         text = "no nvidia-smi, so there is no driver or the container hides it (docker run --gpus all)"
         return Verdict("GPU", WARNING if Path("/dev/nvidia0").exists() else SKIPPED, text)
+    except OSError as error:  # not executable, or a folder of PATH that this user cannot enter
+        remedy = "On a machine with a GPU install the driver again."
+        return Verdict("GPU", WARNING, f"nvidia-smi does not start ({error.strerror}). {remedy}")
     try:
         out, errors = process.communicate(timeout=ANSWER)
     except subprocess.TimeoutExpired:
@@ -194,7 +198,7 @@ def gpu() -> Verdict:
 
 
 def cache_folders() -> dict[str, Path]:
-    """Return the folders that compiled code is written to, by the environment variable that sets each."""
+    """Return environment variable -> the folder that it sets for compiled code, or else that folder's default."""
     temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108, Python's own choice
     home = Path(os.environ.get("HOME") or temporary)
     root = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
@@ -203,7 +207,7 @@ def cache_folders() -> dict[str, Path]:
         "VLLM_CACHE_ROOT": vllm_cache,
         "TRITON_CACHE_DIR": Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache",
         "DG_JIT_CACHE_DIR": vllm_cache / "deep_gemm",  # vLLM's default, not DeepGEMM's
-        "TMPDIR": temporary,  # Inductor's, unless TORCHINDUCTOR_CACHE_DIR is set
+        "TMPDIR": temporary,  # Inductor writes there, unless TORCHINDUCTOR_CACHE_DIR is set
     }
     return {name: Path(os.environ.get(name) or default) for name, default in defaults.items()}
 
@@ -256,31 +260,35 @@ def shared_memory(folder: str = "/dev/shm") -> Verdict:  # noqa: S108, what NCCL
 
 def _existing(folder: Path) -> Path:
     """Return a folder, or the nearest one above it that exists."""
-    # Path.is_dir raises PermissionError below a folder that this user cannot enter, up to Python 3.13
+    # Up to Python 3.13 Path.is_dir raises PermissionError below a folder that this user cannot enter
     return next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))  # noqa: PTH112
 
 
 def in_child(seconds: float, log: list[str]) -> Iterator[Verdict]:
-    """Yield a verdict for each check of `IN_CHILD`, however the child process ends. Append its last lines to `log`.
+    """Yield a verdict for each check of `IN_CHILD`, however the child process ends.
 
     If the child ends early, or is killed after `seconds`, its next check is a fault. The checks after a fault are
-    skipped.
+    skipped. The last lines of the child's stderr are appended to `log`.
     """
-    names = list(IN_CHILD)  # checks without a verdict
-    verdict = None  # the latest
-    # One process on the first GPU, which downloads nothing
+    names = list(IN_CHILD)  # checks that have no verdict yet
+    verdict = None  # the latest verdict
+    reason = ""  # why the next check has no verdict
+    # The child is a single process, also under a launcher. It uses the first GPU and downloads nothing
     ranks = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     environment = {name: value for name, value in os.environ.items() if name not in ranks}
     gpus = environment.get("CUDA_VISIBLE_DEVICES", "0")
     environment |= {"CUDA_VISIBLE_DEVICES": gpus.split(",")[0], "HF_HUB_OFFLINE": "1"}
     try:
-        with tempfile.TemporaryDirectory(prefix="trl-fp8-doctor-") as folder, Path(folder, "log").open("w+") as errors:
+        with (
+            tempfile.TemporaryDirectory(prefix="trl-fp8-doctor-", ignore_cleanup_errors=True) as folder,
+            Path(folder, "log").open("w+", errors="replace") as errors,
+        ):
             child = subprocess.Popen(  # noqa: S603, no shell
                 [*CHILD, folder],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then kills the child's whole group
+                start_new_session=True,  # Ctrl-C reaches only this process, which kills the child's whole group
             )
             deadline = time.monotonic() + seconds
             try:
@@ -294,28 +302,26 @@ def in_child(seconds: float, log: list[str]) -> Iterator[Verdict]:
                     child.wait(max(0.0, deadline - time.monotonic()))
                 in_time = child.returncode is not None
             finally:
-                if child.poll() is None:
+                with suppress(ProcessLookupError):  # processes that a crashed child started may hold the GPU
                     os.killpg(child.pid, signal.SIGKILL)
-                    with suppress(subprocess.TimeoutExpired):
-                        child.wait(GRACE)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(GRACE)
             errors.seek(0)
             log += [line.rstrip() for line in errors.read().splitlines() if line.strip()][-LAST_LINES:]
-        if names and (verdict is None or verdict.status != FAULT):
-            if in_time:
-                code = child.returncode
-                status = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-                ending = f"ended with {status}"
-                remedy = REINSTALL
-            else:
-                ending = f"did not end within {seconds:g} s"
-                remedy = "Look it up in docs/troubleshooting.md, or set a longer --timeout."
-            last_lines = f" The last lines of its log: {' / '.join(log[-3:])[-LONGEST:]}" if log else ""
-            verdict = Verdict(names.pop(0), FAULT, f"the process of this check {ending}. {remedy}{last_lines}")
-            yield verdict
+        if in_time:
+            code = child.returncode
+            status = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            ending = f"ended with {status}"
+            remedy = REINSTALL
+        else:
+            ending = f"did not end within {seconds:g} s"
+            remedy = "Look it up in docs/troubleshooting.md, or set a longer --timeout."
+        last_lines = f" The last lines of its log: {' / '.join(log[-3:])[-LONGEST:]}" if log else ""
+        reason = f"the process of this check {ending}. {remedy}{last_lines}"
     except OSError as error:
-        verdict = Verdict(
-            names.pop(0), FAULT, f"no process or no temporary folder: {error}. Make room, or set TMPDIR."
-        )
+        reason = f"no process or no temporary folder: {error}. Make room, or set TMPDIR."
+    if names and (verdict is None or verdict.status != FAULT):
+        verdict = Verdict(names.pop(0), FAULT, reason)
         yield verdict
     for name in names:
         yield Verdict(name, SKIPPED, f"because of the fault in {verdict.check}")
@@ -333,7 +339,7 @@ def _lines(pipe: IO[bytes], deadline: float) -> Iterator[bytes]:
 
 
 def _verdict(line: bytes, names: list[str]) -> Verdict | None:
-    """Return the verdict in a line; None for the output of a library, or a check that is not in `names`."""
+    """Parse a line of the child. Return None if it is a library's output, or its check is not in `names`."""
     try:
         words = json.loads(line)
     except ValueError:

@@ -1,6 +1,7 @@
 """The checks of `trl-fp8 doctor` that import torch and vLLM. Their process writes verdicts to stdout, as JSON lines.
 
-The last checks train a tiny policy for two steps, each with a sync and its audit. Nothing is downloaded.
+The last checks train a tiny policy for two steps. In each step a sync copies the policy into the engine, and an audit
+compares every tensor there. Nothing is downloaded.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,21 @@ from trl_fp8.upstream.quiet import quiet
 from .doctor import FAULT, IN_CHILD, LONGEST, OK, SKIPPED, WARNING, Verdict
 
 
-Found = tuple[str, str]  # status and text
+Found = tuple[str, str]  # status and text of a `Verdict`
 NO_GPU = "torch sees no GPU"
 STEPS = 2
-# Bound of mismatch/k3_kl, in nats. Models of this size have 0.003 to 0.006 with the default format, and more than 1 if
-# the engine has other weights than the policy
+# A step with this much mismatch/k3_kl (in nats) or more is a fault. Models of this size have 0.003 to 0.006 with the
+# default format, and more than 1 if the engine has other weights than the policy
 LARGE_K3 = 0.1
 
 
 class Machine:
-    """The checks in `IN_CHILD`. Later checks use the policy and the trainer that earlier checks created.
+    """The checks in `IN_CHILD`, each in a method of that name. Later ones use the policy and trainer of earlier ones.
 
     A check returns its status and text. Any error that it raises is a fault.
+
+    Args:
+        folder: Existing folder for policy and run.
     """
 
     def __init__(self, folder: Path):
@@ -91,7 +96,7 @@ class Machine:
         return OK, "Triton's kernels give the bytes that torch gives on the CPU"
 
     def deepgemm(self) -> Found:
-        """Look for nvcc, with which DeepGEMM compiles."""
+        """Look for nvcc, which DeepGEMM needs to compile its kernels."""
         from trl_fp8.engine.vllm.gemms import WITHOUT_NVCC, find_nvcc
 
         if not self.has_gpu:
@@ -99,7 +104,7 @@ class Machine:
         return (OK, "nvcc is there") if find_nvcc() else (WARNING, WITHOUT_NVCC.lstrip(". "))
 
     def batch_invariance(self) -> Found:
-        """Check each of vLLM's kernels for FP8 linears: right products, and the same bits in every batch."""
+        """Check that vLLM's FP8 linear kernels multiply correctly, and give a row the same bits in every batch."""
         import torch
         from accelerate import PartialState
 
@@ -123,7 +128,8 @@ class Machine:
                     failed.append(f"{name}: {_words(error)}")
         if self.has_gpu:
             torch.cuda.empty_cache()
-        text = f"linear_backend {' or '.join(passed) or 'of no name'} gives a row the same bits in every batch"
+        names = f"linear_backend {' or '.join(passed)}" if passed else "no linear_backend"
+        text = f"{names} gives a row the same bits in every batch"
         if failed:
             text += f". These kernels fail: {'; '.join(failed)}"
         if not passed:
@@ -151,13 +157,14 @@ class Machine:
         return OK, f"FP8 linears: {', '.join(linears)}, linear_backend {backend}; attention: {', '.join(backends)}"
 
     def step(self) -> Found:
-        """Train for two steps: a sync, its audit, rollouts and a loss each."""
+        """Train for two steps. Each has a sync, its audit, rollouts and a loss."""
         self.trainer.train()
         report = self.trainer.vllm_generation.last_sync
-        k3 = max(row["mismatch/k3_kl"] for row in self.trainer.state.log_history if "mismatch/k3_kl" in row)
+        values = [row["mismatch/k3_kl"] for row in self.trainer.state.log_history if "mismatch/k3_kl" in row]
+        k3 = max(values, key=lambda value: (isnan(value), value))  # NaN if any value is NaN
         text = f"{STEPS} steps; audits passed ({report.audited_tensors} tensors); mismatch/k3_kl {k3:.2g}"
         if not k3 < LARGE_K3:
-            return FAULT, f"{text}, above {LARGE_K3}: rollouts are not the policy's. Report it with --json."
+            return FAULT, f"{text}, not below {LARGE_K3}: rollouts are not the policy's. Report it with --json."
         return OK, text
 
     def sleep(self) -> Found:
@@ -178,7 +185,7 @@ def tiny_policy(folder: Path) -> Any:
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
     characters = [chr(code) for code in range(32, 92)]
     vocabulary = {token: number for number, token in enumerate([*special.values(), *characters])}
-    # Without merges a token is a character
+    # Without merges BPE makes each character a token
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=special["unk_token"]))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **special).save_pretrained(folder)
     torch.manual_seed(0)
@@ -222,7 +229,7 @@ def tiny_trainer(folder: Path, has_gpu: bool, sleeps: bool) -> Any:
 
 
 def main() -> None:
-    """Write a verdict for each check until one is a fault. What libraries print goes to stderr."""
+    """Write a verdict for each check to stdout until one is a fault. What libraries write there goes to stderr."""
     quiet()
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -234,7 +241,7 @@ def main() -> None:
 
 
 def _words(error: Exception) -> str:
-    """Return an error in one line; its beginning and end if it is long."""
+    """Return an error's class and message in one line. If it is longer than `LONGEST`, its middle is left out."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
     return words if len(words) <= LONGEST else f"{words[: LONGEST // 2]} ... {words[-LONGEST // 2 :]}"
 

@@ -27,7 +27,7 @@ def _export(options: Namespace) -> str:
     from trl_fp8.recipe.recipe import recipe_for_model
     from trl_fp8.run.locations import model_config
 
-    model_config(options.model)
+    model_config(options.model)  # raises an error of one line if there is no such model
     dequantizing = dequantizing_config(options.model)
     # TRL's function creates the class that the config names. AutoModelForCausalLM would leave out a vision tower
     loading = {"dtype": torch.bfloat16, "quantization_config": dequantizing, "device_map": None}
@@ -35,7 +35,7 @@ def _export(options: Namespace) -> str:
     formats = {"weight_format": options.weight_format, "scale_format": options.scale_format}
     recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
     export_fp8(model, AutoProcessor.from_pretrained(options.model), folder, recipe=recipe)
-    return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
+    return f"{plan_for_model(model, recipe).table()}\n\nwritten: {options.folder}"
 
 
 def _add_verify_arguments(parser: ArgumentParser) -> None:

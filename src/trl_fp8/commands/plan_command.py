@@ -1,6 +1,6 @@
 """`trl-fp8 plan`: what of a model would be FP8, and what fits on which GPUs, from its config.
 
-A run config and flags are read and checked as by `trl-fp8 train`. A plan chooses what neither sets.
+It reads and checks a run config and flags as `trl-fp8 train` does, and chooses values that neither sets.
 """
 
 import json
@@ -28,16 +28,18 @@ from trl_fp8.upstream.vllm import engine_class
 from .plan_text import CHOSEN, SAVING, as_json, as_text, server_as_json, server_as_text
 
 
-CONTEXT = Setup.tokens  # tokens of a sequence where nothing sets them
-MOST_PROMPT = 512  # tokens of a sequence that are the prompt's, where nothing sets the completion's
-# Flag that changes the trainer's memory -> the values that are counted
+CONTEXT = Setup.tokens  # tokens of a sequence if no flag sets them
+MOST_PROMPT = 512  # prompt tokens that a plan assumes if flags do not set the lengths of both prompt and completion
+# Flag that changes the trainer's memory -> values for which planning/trainer_memory.py computes it
 COUNTED = {
     "gradient_checkpointing": (True,),
     "optim": ("adamw_torch_fused", "adamw_torch"),
     "load_in_4bit": (False,),
     "load_in_8bit": (False,),
+    "lora_modules_to_save": (None,),
+    "lora_target_parameters": (None,),
 }
-# Flag of a plan -> (TRL's or the config's name for it, metavar, type, help)
+# Flag of a plan -> (attribute that it sets: the flag of `trl-fp8 train`, if there is one; metavar, type, help)
 FLAGS = {
     "--gpus": ("num_processes", "N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
     "--gpu-memory": ("gpu_memory", "GIB", float, "memory of one GPU (80)"),
@@ -58,7 +60,7 @@ FLAGS = {
     "--lora": ("lora_r", "RANK", int, f"train adapters of this rank ({LORA_RANK})"),
     "--weight-format": ("fp8_weight_format", "|".join(FORMATS), str, "format of FP8 weights (blocks)"),
 }
-SECONDS = {  # measured in a run with a server -> help
+SECONDS = {  # part of a step, measured in a run with a server -> help of its flag
     "rollout": "seconds of a step's rollouts in a run with a server, to say what asynchronous training gains",
     "train": "seconds of the rest of the step, without the sync",
     "sync": "seconds of its sync, fp8/sync_seconds (0)",
@@ -77,9 +79,7 @@ LIMITS = {  # name -> least and largest value
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    """Add a plan's own flags, with dashes or underscores. Each sets the attribute of the flag of TRL or of the config
-    that it stands for.
-    """
+    """Add a plan's own flags, spelled with dashes or underscores. Each sets the attribute that `FLAGS` names."""
     text = "id or folder; only its config is read"
     parser.add_argument("model_name_or_path", nargs="?", metavar="MODEL", help=text, default=SUPPRESS)
     for flag, (name, metavar, value_type, text) in FLAGS.items():
@@ -111,20 +111,23 @@ def text_of(words: list[str]) -> str:
     """Return the text of a plan for the words of its command line.
 
     Raises:
-        ValueError: A value is out of range, or does not go with another or with the model. The message names flag,
-            value, reason and remedy.
-        OSError: The model is out of reach.
+        ValueError: A value is out of range, or does not go with another value or with the model. The message names
+            flag, value, reason and remedy.
+        OSError: The model is not in the cache, and the Hub cannot be reached.
     """
     if "-h" in words or "--help" in words:
         return _help()
     arguments = read_arguments(words)
     values = arguments.values
     times = _step_times(arguments)
-    outline = _outline(str(values.model_name_or_path))
+    if values.json and values.modules:
+        raise ValueError("--modules with --json: the figures for scripts have no table of modules. Leave one out.")
+    outline = _outline(str(values.model_name_or_path), values.model_revision)
     setup = _setup(arguments, outline)
     args = setup.args
     if args.base_in_engine and outline.stored_as == "mxfp4":
         raise ValueError(f"fp8_base=True with MODEL={outline.name!r}, a checkpoint in MXFP4. Set fp8_base=False.")
+    # Whether a plan that fits may have an FP8 base, though the flags do not ask for it
     can_share_base = outline.stored_as != "mxfp4" and not any(
         group.flag_ruling_out_fp8_base(args, values) for group in args.groups()
     )
@@ -133,7 +136,7 @@ def text_of(words: list[str]) -> str:
         group.check_model(args, outline)
     wants_fp8_weights = arguments.sets("fp8_weights") or arguments.sets("fp8_weight_format") or args.base_in_engine
     if not wants_fp8_weights and args.fp8_weight_format not in formats_for(outline):
-        setup = setup.with_flags({"fp8_weights": False})  # no error: the plan says why no weights can be FP8
+        setup = setup.with_flags({"fp8_weights": False})  # no error, but the plan says why no weight can be FP8
     options = setup.args.recipe_options() | {"expert_kernels": values.engine == "cuda"}
     sizes = SIZES[:1] if any(group.rules_out_tensor_parallelism(args) for group in args.groups()) else SIZES
     planner = Planner(outline, options, sizes, SAVING if can_share_base else {})
@@ -147,18 +150,20 @@ def text_of(words: list[str]) -> str:
             f"{_shown(arguments, 'fp8_forward')} with --server: a plan is of GPUs, where a trainer refuses both "
             "(docs/servers.md). Leave one of them out."
         )
+    # Flags with values for which the trainer's memory is not counted
+    uncounted = [name for name, counted in COUNTED.items() if getattr(values, name) not in counted]
     if values.server:
         server = server_capacity(planner, setup)
         if values.json:
-            return json.dumps(server_as_json(server, times), indent=2)
+            return json.dumps(server_as_json(server, times) | {"uncounted": uncounted}, indent=2)
         plan = server.server.plan
         text = server_as_text(server, times)
     else:
         capacity = planner.capacity(setup)
         alternatives = [] if capacity.why_not is None else planner.alternatives(setup)
         if values.json:
-            return json.dumps(as_json(capacity, alternatives), indent=2)
-        assumed = []  # flags that describe the machine, which a run config need not say
+            return json.dumps(as_json(capacity, alternatives) | {"uncounted": uncounted}, indent=2)
+        assumed = []  # flags of the machine that are not set; a run config need not have them
         if arguments.run_config is not None:
             machine_flags = {"num_processes": "--gpus", "gpu_memory": "--gpu-memory"}
             assumed = [flag for name, flag in machine_flags.items() if not arguments.sets(name)]
@@ -166,18 +171,16 @@ def text_of(words: list[str]) -> str:
         text = as_text(capacity, alternatives, assumed)
     if values.modules:
         text = f"{plan.table()}\n\n{text}"
-    # Flags with values for which the trainer's memory is not counted
-    uncounted = [name for name, counted in COUNTED.items() if getattr(values, name) not in counted]
     if uncounted:
         text += f"\nwatch: not counted: {', '.join(_shown(arguments, name) for name in uncounted)}."
     return text
 
 
 def read_arguments(words: list[str]) -> Arguments:
-    """Return the arguments of a plan. Raise `ValueError` for a flag of training only, or a number out of range."""
+    """Return the arguments of a plan. Raise `ValueError` for a flag that a plan does not take, or a bad number."""
     parser = Parser()
     _add_arguments(parser)
-    # accelerate's name for --gpus. `by_name` makes it a known key of a run config, whose type is checked
+    # accelerate calls --gpus num_processes. With this entry in `by_name` a run config may set it, as an integer
     parser.by_name["num_processes"] = parser.add_argument("--num_processes", "--num-processes", type=int)
     arguments = parser.read(words)
     own_flags = {name for name, *_ in FLAGS.values()}.union(CHOSEN, ("engine", "modules", "json", "server"))
@@ -197,9 +200,9 @@ def read_arguments(words: list[str]) -> Arguments:
 
 
 def _step_times(arguments: Arguments) -> StepTimes | None:
-    """Return the seconds of a step that the user measured, or None if no flag has any.
+    """Return the seconds of the parts of a step that flags set, or None if no flag sets any.
 
-    Raises `ValueError` if --rollout-seconds, --train-seconds or --server is missing.
+    Raises `ValueError` if --server is missing, or if --rollout-seconds or --train-seconds is missing or 0.
     """
     values = arguments.values
     seconds = {part: getattr(values, f"{part}_seconds") for part in SECONDS if f"{part}_seconds" in arguments.spelled}
@@ -217,22 +220,22 @@ def _step_times(arguments: Arguments) -> StepTimes | None:
 
 
 def _setup(arguments: Arguments, outline: Outline) -> Setup:
-    """Return the setup to plan for. Its defaults are a plan's own where they differ from TRL's."""
+    """Return the setup to plan for. Without a run config, a plan has its own defaults for some of TRL's flags."""
     values = arguments.values
     on_command_line = arguments.spelled
     has_run_config = arguments.run_config is not None
 
     def stated(name: str) -> Any:
-        """Return the value of a flag, or None if the plan chooses it. With a run config TRL's defaults are stated."""
+        """Return a flag's value, or None if the plan chooses it. With a run config TRL's defaults count as values."""
         return getattr(values, name) if has_run_config or name in on_command_line else None
 
     completion = stated("max_completion_length")
     tensor_parallel_size = stated("vllm_tensor_parallel_size")
     utilization = stated("vllm_gpu_memory_utilization")
-    ranks = tensor_parallel_size or 1  # of an engine, on the trainer's GPUs
+    ranks = tensor_parallel_size or 1  # ranks of an engine that shares the trainer's GPUs
     if values.server:
         ranks = 1
-        # A run config's share, and TRL's defaults, are for an engine that shares its GPUs with the trainer
+        # The share in a run config, and TRL's defaults, are for an engine that shares GPUs with the trainer
         if "vllm_gpu_memory_utilization" not in on_command_line:
             utilization = None
         if not arguments.sets("vllm_tensor_parallel_size"):
@@ -245,20 +248,18 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
         )
     tokens = values.vllm_max_model_length
     completions = values.generation_batch_size if "generation_batch_size" in on_command_line else None
-    changes = {"tf32": None, "deepspeed": None}  # only the host that trains may have this GPU, and this file
+    changes = {"tf32": None, "deepspeed": None}  # the GPU and the DeepSpeed file may exist only where the run trains
     if completion is None:
         tokens = tokens or min(CONTEXT, outline.context or CONTEXT)
         changes["max_completion_length"] = tokens - min(MOST_PROMPT, tokens // 2)
-    if not has_run_config:  # with these two, groups are complete on any number of GPUs
+    if not has_run_config:  # these two make all groups of completions complete on any number of GPUs
         changes |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": values.num_generations}
         if "lora_r" not in on_command_line:
             changes["lora_r"] = LORA_RANK
     if "lora_r" in on_command_line or any(name in on_command_line and getattr(values, name) for name in SAVING):
         changes["use_peft"] = True
     if completions:
-        changes["generation_batch_size"] = (
-            None  # the plan computes the accumulation steps for this number of completions
-        )
+        changes["generation_batch_size"] = None  # the plan computes accumulation steps from `completions` instead
     mode = "server" if values.server else "colocate"
     if not arguments.sets("vllm_mode"):
         changes["vllm_mode"] = mode  # so that the config refuses flags of the other mode
@@ -293,17 +294,17 @@ def _shown(arguments: Arguments, name: str) -> str:
     return f"{arguments.spelled[name]} {value}" if name in arguments.spelled else f"{name}={value!r}"
 
 
-def _outline(model: str) -> Outline:
+def _outline(model: str, revision: str) -> Outline:
     """Return the outline of a model. Raise `ValueError` if the trainer cannot train it or no engine can serve it."""
-    config = model_config(model)
+    config = model_config(model, revision)
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(
             f"MODEL={model!r}: models of type {config.get('model_type')!r} bring their own code (auto_map), which a "
             "plan does not run. FP8GRPOTrainer does, with trust_remote_code=True, and says whether vLLM can serve it."
         )
-    dequantizing_config(model)  # raises for a quantization that transformers cannot undo
-    outline = from_model.outline_of_pretrained(model)
-    # vLLM knows all models that it serves, but takes seconds to import. So it is only asked about untested families
+    dequantizing_config(model, revision)  # raises for a quantization that transformers cannot undo
+    outline = from_model.outline_of_pretrained(model, revision)
+    # vLLM knows all models that it serves, but takes seconds to import, so import it only for untested families
     asks_vllm = find_spec("vllm") and not family_of(outline.config_type).tested
     require_servable(outline, engine_class if asks_vllm else None)
     return outline

@@ -23,7 +23,7 @@ SMALLEST_SHOWN = GIB / 20  # bytes; fewer would print as 0.0 GiB
 DEFAULTS = {item.name: item.default for kind in (FP8GRPOConfig, ModelConfig) for item in fields(kind)}
 # Flags that save memory in training with adapters
 SAVING = {name: value for group in FP8GRPOConfig.groups() for name, value in group.SAVING.items()}
-# Flags that a plan prints if their values are neither defaults nor in the run config
+# Flags that a plan prints if their values differ from those in the run config, or from the defaults if it has none
 CHOSEN = (
     *(*SAVING, "dtype", "vllm_tensor_parallel_size"),
     *(name for group in FP8GRPOConfig.groups() for name in group.OFF_VALUES),
@@ -41,10 +41,10 @@ TRAINER_PARTS = {  # field of `TrainerMemory` -> its name in the text
 
 
 def _lora_targets(outline: Outline) -> list[str]:
-    """Return `lora_target_modules`.
+    """Return `lora_target_modules`: PEFT's "all-linear", or the names of attention projections.
 
-    PEFT's all-linear also adapts experts and routers, and their adapters dwarf all others. So models with experts, and
-    those with latent attention (MLA), get the names of the modules.
+    Names for models with experts, because "all-linear" also adapts experts and routers, and their adapters dwarf all
+    others. Names also for latent attention (MLA), where an engine with an FP8 base takes no adapters on latents.
     """
     if outline.experts or any(name.endswith(MLA) for name in outline.linears):
         return adapter_targets(outline.linears)
@@ -54,7 +54,7 @@ def _lora_targets(outline: Outline) -> list[str]:
 def recommended_flags(capacity: Capacity) -> dict[str, object]:
     """Return the flags of `trl-fp8 train` for a plan, with those that avert its risks; `{}` if the plan does not fit.
 
-    A flag with its default value is left out, unless the run config sets another value.
+    A flag in `CHOSEN` is left out if it has its default value, unless the run config sets another value.
     """
     if capacity.why_not is not None:
         return {}
@@ -180,7 +180,7 @@ def as_text(capacity: Capacity, alternatives: list[Capacity], assumed: Sequence[
 
 
 def server_as_json(capacity: ServerCapacity, times: StepTimes | None = None) -> dict:
-    """Return the figures of a server and its trainer under fixed names, for scripts. `times` were measured."""
+    """Return the figures of a server and its trainer under fixed names, for scripts. `times`: measured seconds."""
     server, trainer = capacity.server, capacity.trainer
     figures = {
         "model": server.plan.outline.name,
@@ -253,7 +253,10 @@ def serve_command(capacity: ServerCapacity) -> str:
     server = capacity.server
     recipe = server.plan.recipe
     args = server.setup.args
+    run_config = server.setup.run_config or {}
     words = ["trl-fp8", "serve", server.plan.outline.name, "--max-model-len", str(server.setup.tokens)]
+    if run_config.get("model_revision") not in (None, DEFAULTS["model_revision"]):
+        words += ["--revision", str(run_config["model_revision"])]
     if server.ranks > 1:
         words += ["--tensor-parallel-size", str(server.ranks)]
     if not recipe.fp8_weights:
@@ -270,7 +273,7 @@ def serve_command(capacity: ServerCapacity) -> str:
     elif recipe.kv_cache_skip_layers:
         words += ["--kv-cache-skip-layers", *map(str, recipe.kv_cache_skip_layers)]
     if args.base_in_engine:
-        targets = (server.setup.run_config or {}).get("lora_target_modules", _lora_targets(server.plan.outline))
+        targets = run_config.get("lora_target_modules", _lora_targets(server.plan.outline))
         lora = {"r": server.setup.lora_rank, "target_modules": targets[0] if targets == ["all-linear"] else targets}
         words += ["--lora", json.dumps(lora)]
     return join([*words, "--gpu-memory-utilization", f"{server.utilization:g}"])
@@ -371,7 +374,7 @@ def _setup_text(capacity: Capacity) -> str:
 
 
 def _flag_words(flags: dict[str, object], capacity: Capacity) -> str:
-    """Return flags as on a command line, without those that the run config has with the same value."""
+    """Return flags as on a command line, without those to which the run config assigns the same value."""
     run_config = capacity.setup.run_config or {}
     words = [f"--{name} {value}" for name, value in flags.items() if run_config.get(name) != value]
     return " ".join(words) or "none, the run config has them"

@@ -29,7 +29,7 @@ def _parser() -> ArgumentParser:
         description="Start a vLLM server for the rollouts of a trainer with vllm_mode='server'.",
         epilog="Flags that are not listed go to `vllm serve`, e.g. --gpu-memory-utilization 0.9. FP8 flags have to be "
         "those of the trainer.",
-        allow_abbrev=False,  # an abbreviation may be of a flag of vLLM
+        allow_abbrev=False,  # an abbreviation may stand for one of vLLM's flags
     )
     parser.add_argument(
         "model", metavar="MODEL", help="id or folder; only its config is read, the trainer sends weights"
@@ -84,7 +84,7 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
     """
     parser = _parser()
     if words and words[0].startswith("-") and not {"-h", "--help"}.intersection(words):
-        # A value of vLLM's flags before MODEL would be read as MODEL: this parser does not know that it is a value
+        # This parser does not know vLLM's flags: in `trl-fp8 serve --seed 1 MODEL` it would take 1 for MODEL
         raise ValueError(f"trl-fp8 serve takes MODEL first: trl-fp8 serve MODEL {words[0]} ...")
     options, vllm_words = parser.parse_known_args([_with_dashes(word, parser) for word in words])
     with redirect_stdout(sys.stderr):
@@ -113,8 +113,8 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
         )
         set_here = server_process.names_set_by(arguments)
         set_by_user = server_process.names_set_by(vllm_words)
-    abbreviated = sorted(set_by_user & ({action.dest for action in parser._actions} - FORBIDDEN))
-    if abbreviated:  # vLLM would follow them, and the address and the flags that are printed would not
+    abbreviated = sorted(set_by_user & (vars(options).keys() - FORBIDDEN))
+    if abbreviated:  # vLLM would expand them, but the address and flags that are printed below would ignore them
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in abbreviated)
         raise ValueError(f"trl-fp8 serve knows {flags} by the whole name alone. Spell it out.")
     forbidden = sorted(set_by_user & (set_here | FORBIDDEN | REFUSED_ENGINE_KWARGS.keys()))
@@ -125,11 +125,11 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
             "them; `trl-fp8 serve --help` lists the flags of the recipe."
         )
     token = os.environ.get(plugin.TOKEN)
-    shown_token = f"${plugin.TOKEN}"  # a token of the user's own stays out of logs
+    shown_token = f"${plugin.TOKEN}"  # a token that the user set stays out of logs
     if not token:
         token = secrets.token_urlsafe(24)
         shown_token = quote(token)
-    folder = options.folder or os.environ.get(plugin.FOLDER, plugin.DEFAULT_FOLDER)
+    folder = options.folder or os.environ.get(plugin.FOLDER) or plugin.DEFAULT_FOLDER
     Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_abandoned(folder)
     environment |= server_process.guard_environment(token, folder, options.wait)
@@ -152,7 +152,7 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
 
 
 def _with_dashes(word: str, parser: ArgumentParser) -> str:
-    """Return a flag of `parser` that is spelled with underscores, as vLLM allows, with dashes; other words as is."""
+    """Return `word` with dashes for underscores if it is a flag of `parser`, else unchanged. vLLM allows both."""
     name, equals, value = word.partition("=")
     with_dashes = name.replace("_", "-")
     return f"{with_dashes}{equals}{value}" if with_dashes in parser._option_string_actions else word

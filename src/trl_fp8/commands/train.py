@@ -14,7 +14,7 @@ from trl_fp8.upstream.patches import substituted
 
 
 SCRIPT = "trl_fp8.scripts.grpo"
-# Defaults of `accelerate launch`, which warns of each that is not set
+# The defaults of `accelerate launch`, passed to it because it warns of each that is not set
 DEFAULTS = "--num_machines 1 --mixed_precision no --dynamo_backend no"
 HELP = ("-h", "--help", "--help-all")
 HEAD = """\
@@ -42,9 +42,8 @@ COMMON = {  # group -> the flags that --help shows
 def launch(words: list[str]) -> int:
     """Start `accelerate launch` with the words of a command line. Return the exit status.
 
-    It is 2 if the user made a mistake, which is reported in one line, by this command or by a process that it started.
-    It is 130 after Ctrl-C. A run of one process replaces this process, so the run's exit status and signals are those
-    of the command.
+    2: a user's mistake, which this command or a process of the run has reported in one line. After Ctrl-C the exit
+    status is 130. A run of one process replaces this process, so its exit status and signals are those of the command.
     """
     try:
         if set(HELP).intersection(words):
@@ -64,9 +63,9 @@ def launch(words: list[str]) -> int:
     except ChildFailedError as error:
         if 2 not in [failure.exitcode for failure in error.failures.values()]:
             raise
-        return 2  # the process has said why
+        return 2  # the process has printed the reason
     except SignalException as error:
-        os._exit(128 + error.sigval)  # the processes have ended; taking torch apart would take seconds
+        os._exit(128 + error.sigval)  # the run's processes have ended; a normal exit would take seconds for torch
     return 0
 
 
@@ -94,7 +93,7 @@ def launch_arguments(words: list[str]) -> Namespace:
         raise ValueError(f"{error} TRL's are {usable}.") from error
     launch_words += ["--quiet", "--module", SCRIPT, *words]
     launched = parse_launch(launch_words)
-    # How many processes accelerate will start: the config checks the batch size against it
+    # Find the number of processes that accelerate will start: the config checks the batch size against it
     config_file = launched.config_file or (default_config_file if Path(default_config_file).is_file() else None)
     if config_file is None:
         processes = launched.num_processes or max(torch.cuda.device_count(), 1)
@@ -120,7 +119,7 @@ def launch_arguments(words: list[str]) -> Namespace:
 
 
 def _become(args: Namespace) -> None:
-    """Run the script in this process. accelerate's own launcher starts a child and turns any failure into status 1."""
+    """Replace this process by the script. accelerate's own launcher starts a child and turns any failure into 1."""
     from accelerate.utils import prepare_simple_launcher_cmd_env
 
     words, environment = prepare_simple_launcher_cmd_env(args)
@@ -130,8 +129,9 @@ def _become(args: Namespace) -> None:
 
 
 def help_text(words: list[str]) -> str:
-    """Return the help for the flags that are named after --help (as `--max-steps` or `max_steps`), or for those that
-    most runs set if none is named. Raise `ValueError` for an unknown flag.
+    """Return the help for the flags named after --help (as `--max-steps` or `max_steps`), by default for `COMMON`.
+
+    Raises `ValueError` for an unknown flag.
     """
     from trl_fp8.scripts.arguments import Parser, name_of
 

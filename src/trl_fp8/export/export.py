@@ -1,15 +1,16 @@
 """FP8 checkpoints: the tensors that a sync sends, as files that vLLM and transformers load.
 
     folder/
-      model-00001-of-00003.safetensors   e4m3 `weight` with its scales (of each expert too), others BF16
-      model.safetensors.index.json       name -> file
-      config.json                        with `quantization_config`: the format, exact names of what is not FP8
+      model-00001-of-00003.safetensors   e4m3 weights with their scales, one by one for each expert; the rest in BF16
+      model.safetensors.index.json       name of a tensor -> file
+      config.json                        its `quantization_config` has the format and the layers that are not FP8
       checksums.json                     file -> SHA-256, see `file_checksums.py`
       generation_config.json, tokenizer files, README.md
 
-Tensors are quantized one by one and written shard by shard, so only one shard is in memory. They go into a temporary
-folder that is renamed at the end, so a folder that exists is complete. `save_pretrained` of transformers 5.17 cannot
-write these checkpoints: on CPU it also quantizes embeddings and output head, and drops `quantization_config`.
+Tensors are quantized one by one and written shard by shard, so only one shard is in memory. Files are written into a
+temporary folder that is renamed at the end, so an export that exists is complete. `save_pretrained` of transformers
+5.17 cannot write these checkpoints: on CPU it also quantizes embeddings and output head, and drops
+`quantization_config`.
 """
 
 import json
@@ -65,11 +66,11 @@ def export_fp8(
         parameters: Pairs (checkpoint name, full tensor), for a model that is sharded or has adapters. None: the
             model's own parameters.
         card: The policy's model card, to which a section on the export is appended.
-        merge: Sentences for the card on adapters that are merged in `parameters`.
+        merge: Sentences for the card about the adapters that are merged into `parameters`.
         shard_bytes: Size of a shard, in bytes.
 
     Raises:
-        ValueError: `folder` holds files, the policy has nothing to quantize or is a PEFT model without `parameters`,
+        ValueError: `folder` holds files, `model` has nothing to quantize, or has adapters and `parameters` is None,
             vLLM could not read the format, or a weight is not finite.
         OSError: The checkpoint could not be written. Nothing of it is left.
     """
@@ -121,7 +122,7 @@ def _write(
     card: str,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write all files of a checkpoint; `stream` has its tensors by the engine's names."""
+    """Write all files of a checkpoint. `stream` yields its tensors under the engine's names (see `published`)."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -139,14 +140,14 @@ def _write(
 
 
 def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> None:
-    """Write shards and their index. Files are renamed at the end, because their names have the number of shards."""
+    """Write shards and their index. Files get their names at the end, when the number of shards is known."""
     written = []  # (file, names of its tensors)
     total = 0  # bytes
     for shard in shards:
         path = folder / f"{len(written)}.safetensors"
         try:
             save_file(shard, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # an error of the disk that is no OSError
+        except SafetensorError as error:  # safetensors' error for a failing disk, not an OSError
             raise OSError(f"{path} could not be written: {error}") from error
         written.append((path, list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
@@ -173,7 +174,7 @@ def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> N
 
 
 def _shards(stream: Iterable[NamedTensor], recipe: FP8Recipe, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
+    """Yield groups of about `shard_bytes` of tensors on the host. A scale is in the group of the tensor before it."""
     shard = {}
     for name, tensor in published(stream, recipe):
         is_full = sum(each.nbytes for each in (*shard.values(), tensor)) > shard_bytes
@@ -186,7 +187,7 @@ def _shards(stream: Iterable[NamedTensor], recipe: FP8Recipe, shard_bytes: int) 
 
 
 def published(stream: Iterable[NamedTensor], recipe: FP8Recipe) -> Iterator[NamedTensor]:
-    """Yield the stream under the names of published checkpoints. Most of these have a tensor for each expert."""
+    """Yield the stream under the names of published checkpoints. Most of them have a tensor for each expert."""
     for name, tensor in stream:
         patterns = published_names(name, recipe.format.scale_suffix, recipe.model_type)
         if patterns:

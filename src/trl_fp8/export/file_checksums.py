@@ -1,6 +1,7 @@
 """Folder and checksums of an export.
 
-The folder must be empty before an export. Checksums are written last, and compared before an export is pushed or used.
+The folder must be empty before an export. Checksums are written last. They are compared before an export is pushed,
+and by `trl-fp8 verify`.
 """
 
 import hashlib
@@ -13,13 +14,19 @@ CHECKSUMS = "checksums.json"
 
 
 def free_folder(folder: str | Path) -> Path:
-    """Return `folder` as a `Path`. Raise `ValueError` if it has files, or cannot be written."""
-    folder = Path(folder)
-    existing = writable_parent(folder, "folder")
-    if existing == folder.absolute() and any(existing.iterdir()):
-        raise ValueError(
-            f"folder={str(folder)!r} is not empty. An export is written whole or not at all; name a new folder."
-        )
+    """Return the absolute path of `folder`. Raise `ValueError` if it has files, or an export cannot replace it."""
+    folder = Path(folder).resolve()
+    if writable_parent(folder, "folder") == folder:
+        if any(folder.iterdir()):
+            raise ValueError(
+                f"folder={str(folder)!r} is not empty. An export is written whole or not at all; name a new folder."
+            )
+        if folder == Path.cwd() or folder.is_mount():
+            raise ValueError(
+                f"folder={str(folder)!r} is the current folder or a mount point, and an export cannot replace these. "
+                "Name a new folder in it."
+            )
+        writable_parent(folder.parent, "folder")  # an export is written beside the empty folder, and renamed to it
     return folder
 
 
@@ -49,18 +56,19 @@ def verify_export(folder: str | Path) -> int:
     """Compare every file of an export with its checksum. Return the number of files.
 
     Raises:
-        ValueError: The folder is not an export. Or files are missing, have changed, or were added; the message names
-            them. Hidden files do not count as added.
+        ValueError: The folder is not an export, or files are missing, have changed, or were added. The message names
+            the files. Hidden files do not count as added.
     """
     folder = Path(folder)
     folder_text = f"folder={str(folder)!r}"
     if not (folder / CHECKSUMS).exists():
         raise ValueError(f"{folder_text} has no {CHECKSUMS}: it was not written by export_fp8, or not completely.")
     expected = json.loads((folder / CHECKSUMS).read_text())
-    outside = [name for name in expected if not (folder / name).resolve().is_relative_to(folder.resolve())]
+    # Links are not followed: in the Hub's cache every file is a link to ../../blobs
+    outside = [name for name in expected if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise ValueError(f"{folder_text}: {CHECKSUMS} names files outside of the folder: {', '.join(outside)}.")
-    # A loader may use added files as weights or code of the model. Hidden files are those of a Hub client
+    # Refuse added files: a loader may use them as weights or code of the model. The Hub's client adds hidden files
     files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     visible = {str(path) for path in files if not any(part.startswith(".") for part in path.parts)}
     added = sorted(visible - expected.keys() - {CHECKSUMS})

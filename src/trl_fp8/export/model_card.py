@@ -25,9 +25,9 @@ _FILES = "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\
 
 
 def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]], audit_failures: int) -> str:
-    """Return Markdown for the card of a policy that was trained with FP8 rollouts.
+    """Return the section, in Markdown, on a policy that was trained with FP8 rollouts.
 
-    `facts` are `run_facts` of the run, and `log_history` is that of TRL's trainer.
+    `facts` are the `run_facts` (run/facts.py) of the run. `log_history` is that of TRL's trainer.
     """
     kernels = ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items())
     correction = facts.get("correction") or {}
@@ -64,8 +64,10 @@ def export_card(
     merge: str = "",
     latent: bool = False,
 ) -> str:
-    """Return the card of an FP8 checkpoint: `card` of the policy with a new section. If `card` is empty, the model was
-    not trained here, and the card also has a header and the table `plan`.
+    """Return the policy's `card` with a section on its FP8 checkpoint.
+
+    If `card` is empty, the model was not trained here: the result then begins with a header, and has the table `plan`.
+    `merge` has sentences about merged adapters. `latent` says whether the model has latent attention (MLA).
     """
     options = ', kv_cache_dtype="fp8"' if has_kv_scales and not latent else ""
     kv_scales = "KV cache scales are included" if has_kv_scales else "there are no KV cache scales"
@@ -91,7 +93,7 @@ def merged_card(card: str, merge: str) -> str:
 
 
 def _plan(table: str) -> str:
-    """Return the table of a plan as text that unfolds, without its title, which may have a path of this machine."""
+    """Return a plan's table as a section that unfolds. Leave out its title, which may contain a local path."""
     rows = table.partition("\n")[2].strip("\n")
     return f"<details><summary>What is FP8</summary>\n\n```\n{rows}\n```\n\n</details>\n"
 

@@ -1,11 +1,17 @@
 """Upload of an export to the Hub."""
 
 from pathlib import Path
+from shlex import join
 
 import httpx
 from huggingface_hub import CommitInfo, HfApi
 
 from .file_checksums import verify_export
+
+
+# Patterns of weights in a repository that a loader could take for those of a new export: shards, and the one file that
+# `save_pretrained` writes of a small model
+WEIGHTS = ["model.safetensors", "model-?????-of-?????.safetensors"]
 
 
 def push_export(
@@ -19,13 +25,14 @@ def push_export(
 ) -> CommitInfo:
     """Upload an export and return the commit, whose `commit_url` is its page.
 
-    An upload is complete or changes nothing: files are sent first, and then one commit adds them and removes the
-    weights of earlier exports. After an interruption call it again: files that have arrived are not sent again.
+    An upload is complete or changes nothing: files are sent first, and then one commit adds them and removes other
+    files that match `WEIGHTS`, such as an earlier export's. A call after an interruption sends only what did not
+    arrive.
 
     Args:
         folder: The export, compared with its checksums before anything is sent.
-        repo_id: The repository as `user/name`, made if it does not exist.
-        private: Visibility of a repository that is created.
+        repo_id: The repository as `user/name`, created if it does not exist.
+        private: Whether a created repository is private. None: public, unless its organization has another default.
         token: Token of the Hub. None: the token that `hf auth login` stored.
         revision: Branch to commit to. None is the main branch.
         message: Message of the commit.
@@ -38,11 +45,13 @@ def push_export(
     hub = HfApi(token=token)
     try:
         name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        options = {"commit_message": message, "revision": revision, "delete_patterns": "*.safetensors"}
+        options = {"commit_message": message, "revision": revision, "delete_patterns": WEIGHTS}
         commit = hub.upload_folder(repo_id=name, folder_path=folder, **options)
-    except (OSError, RuntimeError, httpx.HTTPError) as error:  # RuntimeError: of the Hub's client, for a broken upload
+    except (OSError, RuntimeError, httpx.HTTPError) as error:  # RuntimeError: a broken upload
+        words = ["trl-fp8", "push", str(folder), repo_id, *(["--private"] if private else [])]
+        words += ["--revision", revision] if revision else []
         raise OSError(
             f"{folder} was not pushed to {repo_id}: {error.__cause__ or error}. Nothing was committed; repeat it with "
-            f"'trl-fp8 push {folder} {repo_id}'."
+            f"'{join(words)}'."
         ) from error
     return commit

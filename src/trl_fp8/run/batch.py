@@ -1,14 +1,14 @@
 """The records of one generation: rollouts, TRL's batch of tensors, its log-ratios, and metrics that merge.
 
 TRL's `_generate_and_score_completions` returns a dictionary of tensors, which its loss reads. Features add keys of
-their own. TRL shuffles and splits a batch by sequence, so each of their tensors has a row for each sequence.
+their own. TRL shuffles and splits a batch by sequence, so each tensor of a feature has a row for each sequence.
 
 Correction and mismatch are both computed from the log-ratios
 
     log r_t = log pi_trainer(t) - log pi_rollout(t)        r > 1: the trainer likes the token more than the engine did
 
 A token is *scored* if both sides gave it a usable log-prob. An unscored token has log r = 0, so it gets no correction.
-Averages leave it out, and metrics report how many there are. Bounds are of r, never of 1/r.
+Averages leave it out, and metrics report how many there are. Bounds are set on r, never on 1/r.
 
 Shape letters: B sequences, P prompt columns, T completion columns.
 """
@@ -16,7 +16,7 @@ Shape letters: B sequences, P prompt columns, T completion columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import add
@@ -44,9 +44,10 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of one batch, that can be merged with that of another batch.
+    """A metric of one batch, which can be merged with the same metric of another batch.
 
-    `measured` makes it one over all ranks, with numbers. Before, its parts are 0-d tensors of this rank.
+    A correction first makes metrics of this rank, whose parts are 0-d tensors. `measured` merges them over all ranks
+    into metrics whose parts are numbers (features/correction/measures.py).
 
     A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of
     few tokens the same weight as one of many. So a metric keeps the numbers that it is computed from, its parts: two
@@ -77,12 +78,12 @@ def mean_of(total: float, count: float = 1.0) -> Metric:
 
 
 def highest(value: float) -> Metric:
-    """Return a maximum. Pass -inf if there was no value: if no batch had one, the metric is NaN."""
+    """Return a metric whose value is the largest of all batches. -inf: no value; the metric is NaN if all are -inf."""
     return Metric((value,), max, _finite_or_nan)
 
 
 def lowest(value: float) -> Metric:
-    """Return a minimum. Pass inf if there was no value: if no batch had one, the metric is NaN."""
+    """Return a metric whose value is the smallest of all batches. inf: no value; the metric is NaN if all are inf."""
     return Metric((value,), min, _finite_or_nan)
 
 
@@ -92,6 +93,15 @@ def effective_sample_size(total: float, squares: float, count: float) -> Metric:
     It is 0 if all weights are 0, and NaN if there is none.
     """
     return Metric((total, squares, count), add, _effective_share)
+
+
+def require_own_name(name: str, values: Sequence[object]) -> None:
+    """Raise `ValueError` if not all `values` logged under `name` are `Metric`s: a reward has added a number."""
+    if not all(isinstance(value, Metric) for value in values):
+        raise ValueError(
+            f"log_metric({name!r}, ...): a reward function logs a metric under this name, which this trainer uses. "
+            "Give it another name."
+        )
 
 
 def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # settings that decide from which distribution a run samples
-RESUME_LAST = ("true", "auto")  # as resume_from_checkpoint: the last whole checkpoint
+RESUME_LAST = ("true", "auto")  # values of resume_from_checkpoint for the last complete checkpoint
 
 
 def marker(checkpoint: str | Path) -> Path:
@@ -57,7 +57,7 @@ def checkpoint_to_resume(output_dir: str | Path, value: str | bool | None) -> st
     if word in RESUME_LAST:
         return str(whole[-1]) if whole else None
     instead = f"Use resume_from_checkpoint={str(whole[-1])!r}" if whole else "Leave it out to start from the beginning"
-    folder = Path(value).absolute()  # "." has no name, and its marker lies beside it
+    folder = Path(value).absolute()  # the marker is named after the folder, and "." is no name
     reason = None
     if marker(folder).exists():
         reason = "was not written to its end: the run was killed while it was saved"
@@ -105,7 +105,11 @@ def save_rollouts(
 
 
 def load_rollouts(folder: str | Path, accelerator: Accelerator, sampling: dict) -> tuple[int, list[dict]] | None:
-    """Return step and batches of `save_rollouts`, on the rank's device; None if none were saved."""
+    """Return step and batches of `save_rollouts`, on the rank's device; None if none were saved.
+
+    Raises:
+        ValueError: The number of processes or `sampling` has changed, or the file of this rank is missing.
+    """
     require_ranks(folder, accelerator.num_processes)
     if not _rollout_files(folder):
         return None

@@ -167,7 +167,7 @@ class EngineFlags(FlagGroup):
             raise ValueError(fsdp1_message("fsdp_config={'version': 1}", "fsdp_config={'version': 2}"))
 
     def _check_server(self) -> None:
-        """Raise `ValueError` for flags that a server's engine has to get itself, or that no server can serve."""
+        """Raise `ValueError` for flags that belong to the server's command, or that do not work with a server."""
         if self.vllm_engine_kwargs:
             raise ValueError(
                 f"vllm_engine_kwargs={self.vllm_engine_kwargs!r} with vllm_mode='server': the engine starts in the "
@@ -235,8 +235,8 @@ class EngineFlags(FlagGroup):
 
 
 def check_generation_kwargs(generation_kwargs: Mapping[str, Any], temperature: float) -> None:
-    """Raise `ValueError` for names that vLLM's `SamplingParams` does not have, for those that the trainer sets, and
-    for another temperature than the config's `temperature`, by which the trainer divides its logits.
+    """Raise `ValueError` for a name that vLLM's `SamplingParams` lacks or that the trainer sets, and for a temperature
+    that differs from the config's `temperature`, by which the trainer divides its logits.
     """
     set_by_trainer = [name for name in generation_kwargs if name in _SET_BY_TRAINER]
     if set_by_trainer:
@@ -264,7 +264,7 @@ def check_generation_kwargs(generation_kwargs: Mapping[str, Any], temperature: f
 
 
 def fsdp1_message(setting: str, remedy: str) -> str:
-    """Return why FSDP1 is refused, for a flag or a setting of the launcher and its `remedy`."""
+    """Return the error for FSDP1. `setting` is the flag or the launcher's setting that selects it."""
     return (
         f"{setting} selects FSDP1, under which TRL 1.16 leaves embeddings, final norm and output head out of the "
         f"weight sync, so the engine would sample from a wrong policy. Use FSDP2: {remedy}."

@@ -18,17 +18,19 @@ PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-
 
 
 def run_facts(trainer: Any) -> dict:
-    """Return the facts of a run of an `FP8Rollouts`, as known before its first step.
+    """Return the facts of a run as known before its first step. `trainer` is an `FP8Rollouts` (rollouts.py).
 
-    A fact is None if it concerns something that the run does not use, such as the format of FP8 weights in a run
-    without FP8 weights.
+    Facts on an engine, plan or FP8 weights that the run does not have are None; numbers and lists are 0 or empty.
     """
     args = trainer.args
     recipe = trainer.recipe  # None: the run has no engine of this project
     plan = trainer.plan
-    of_weights = {"weight_format": None, "scale_format": None}
+    # A feature may replace the last two below: with an FP8 base, syncs send adapters
+    of_weights = {"weight_format": None, "scale_format": None, "fp8_weights_written": None}
+    of_weights["each_sync_sends"] = "the policy's weights" if recipe else None
     if recipe and recipe.fp8_weights:
-        of_weights = {"weight_format": recipe.format.description, "scale_format": recipe.scale_format}
+        of_weights |= {"weight_format": recipe.format.description, "scale_format": recipe.scale_format}
+        of_weights["fp8_weights_written"] = "at every sync"
     # Two numbers each: [for an engine in BF16, for this run's engine]
     of_plan = {"plan": None, "weight_bytes": None, "kv_bytes_per_token": None}
     if plan:
@@ -55,8 +57,6 @@ def run_facts(trainer: Any) -> dict:
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
         "kernels": dict(trainer.vllm_generation.numerics.kernels) if recipe else {},
         "trainer": trainer_precision(trainer),
-        "each_sync_sends": "the policy's weights",
-        "fp8_weights_written": "at every sync",
         "fp8_flags": {name: getattr(args, name) for name in own_flags},
         "flags": _changed_flags(args),
         "processes": trainer.accelerator.num_processes,
@@ -73,9 +73,10 @@ def trained_weights(model: nn.Module) -> str:
     config = model.peft_config[model.active_adapter]
     if not isinstance(config, LoraConfig):
         return f"{config.peft_type.value} adapters"
-    targets = config.target_modules or ()
-    targets = targets if isinstance(targets, str) else ", ".join(sorted(targets))
-    return f"LoRA of rank {config.r}, alpha {config.lora_alpha}, on {targets}"
+    modules = config.target_modules or ()
+    targets = [modules] if isinstance(modules, str) else sorted(modules)
+    targets += config.target_parameters or ()
+    return f"LoRA of rank {config.r}, alpha {config.lora_alpha}, on {', '.join(targets)}"
 
 
 def trainer_precision(trainer: Any) -> str:
@@ -111,7 +112,7 @@ def hardware() -> str:
 def _changed_flags(args: Any) -> dict:
     """Return the flags that differ from this config's resolved defaults, without access tokens."""
     changed = {}
-    defaults = args.resolved_defaults  # without the flags that the user has changed
+    defaults = args.resolved_defaults  # has no entry for a flag that the user set to another value
     for name, value in args.to_dict().items():
         has_default = name in defaults and value == defaults[name]
         if not has_default and not name.endswith("_token"):

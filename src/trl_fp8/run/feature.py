@@ -1,6 +1,6 @@
 """A feature: its flags, its hooks in a step, and the registration that makes both known.
 
-    REGISTRATION = Registration(flags=..., features=...)     in features/NAME/__init__.py, and a line in features/
+    REGISTRATION = Registration(flags=..., features=...)     in features/NAME/__init__.py; NAME is in features.FOLDERS
     class NameFlags(FlagGroup)                               a base class of the config
     class Name(Feature)                                      made for each run whose flags switch it on
 
@@ -48,7 +48,7 @@ class FlagGroup:
     OFF_VALUES: ClassVar[dict[str, Any]] = {}  # flag that makes something FP8 -> the value that switches it off
     SAVING: ClassVar[dict[str, Any]] = {}  # flags with which a policy with adapters needs less memory
 
-    # Facts of the whole config. One group overrides each with a property; others and the core read it
+    # Facts of the whole config. The group that decides a fact overrides it with a property; other code reads it
     policy_calls_engine: ClassVar[bool] = False  # the policy's forward calls the engine's kernels
     base_in_engine: ClassVar[bool] = False  # the frozen base of a policy with adapters is in the engine alone
     replaces_correction: ClassVar[bool] = False  # TRL's correction is replaced even if nothing is FP8
@@ -76,7 +76,7 @@ class FlagGroup:
         return False
 
     def memory_changes(self, setup: Any, outline: Outline, recipe: Any) -> dict[str, float]:
-        """Return the bytes that these flags add to parts of a trainer's memory (`planning.trainer_memory`)."""
+        """Return field of `TrainerMemory` -> bytes that these flags add to it (planning/trainer_memory.py)."""
         return {}
 
     def risks(self, outline: Outline, recipe: Any) -> list[Any]:
@@ -84,10 +84,10 @@ class FlagGroup:
         return []
 
     def check_adapters(self, model: Any) -> None:
-        """Raise `ValueError` for flags that contradict TRL's `ModelConfig`, its flags of a model and its adapters."""
+        """Raise `ValueError` for flags that contradict `model`, TRL's `ModelConfig` (flags of model and adapters)."""
 
     def flag_ruling_out_fp8_base(self, model: Any) -> str | None:
-        """Return the flag that rules out adapters on an FP8 base (also of TRL's `ModelConfig`), or None."""
+        """Return the flag, of this config or of `ModelConfig`, that rules out adapters on an FP8 base; None: none."""
         return None
 
     def trl_default(self, name: str) -> Any:
@@ -109,11 +109,13 @@ class Feature:
         self.trainer = trainer  # the `FP8Rollouts` whose step this feature takes part in
 
     def engine_part(self) -> Any:
-        """Return the `EnginePart` that the engine gets for this feature, or None. Called once, before its start."""
+        """Return the engine's `EnginePart` for this feature (engine/vllm/part.py), or None. Called once, before the
+        engine starts.
+        """
         return None
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
-        """Use the started engine: how it computes, and the kernels that can be called."""
+        """Take the arithmetic of the started engine, and its kernels (None: the trainer cannot call them)."""
 
     def before_generation(self, prompts: list) -> None:
         """Prepare a generation; nothing is tokenized yet."""
@@ -173,7 +175,7 @@ class Feature:
     def merge_note(self, what: str) -> str:
         """Return a sentence for a model card on the weights that adapters were merged into.
 
-        Warn if these are not the weights that the run started from. The warning names the method `what`.
+        If the run started from other weights, warn of it. The warning names the method `what`, which merged them.
         """
         return ""
 
@@ -206,7 +208,7 @@ class Construction:
 
 @dataclass(frozen=True)
 class Command:
-    """A word of the console script."""
+    """A command of the console script, such as `trl-fp8 report`."""
 
     word: str
     text: str  # for --help

@@ -1,7 +1,7 @@
 """The lock on a run's folder: two runs at once would overwrite each other's checkpoints and mix their logs.
 
-It is a POSIX record lock. Such a lock belongs to a process and ends with the process, even if that is killed. Children
-do not inherit it. Trainers of one process, which train one after another, share it.
+It is a POSIX record lock. Such a lock belongs to a process and ends with it, even if the process is killed. Children
+do not inherit it. The trainers of one process, which train one after another, share the lock.
 """
 
 import fcntl
@@ -30,13 +30,13 @@ def lock_folder(folder: str | Path, accelerator: Accelerator) -> None:
         OSError: On every rank, if the main process cannot write to the folder.
     """
     path = Path(folder).resolve() / FILE
-    owner = None  # the process that has locked it
+    owner = None  # description of another process that has locked it
     error = None
     if accelerator.is_main_process and path not in _locked:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             owner = _lock(path)
-        except OSError as raised:  # the other ranks wait for a broadcast
+        except OSError as raised:  # to be raised after the broadcast, which the other ranks wait for
             error = raised
     [owner, error] = broadcast_object_list([owner, error])
     if error is not None:
@@ -64,7 +64,7 @@ def _lock(path: Path) -> str | None:
         file.seek(0)
         return file.read() or "it has just started"
     except OSError as error:
-        # A file system without locks: go on unlocked, but leave the description for a reader
+        # A file system without locks: go on unlocked, but write the description, for a user who looks into the file
         logger.warning(f"{path.parent} cannot be locked ({error.strerror}): start no second run in it.")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}, started {strftime('%Y-%m-%d %H:%M:%S')}")

@@ -2,7 +2,7 @@
 
 import errno
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +21,13 @@ class FullDisk(OSError):
 
 
 @contextmanager
-def explained_full_disk(output_dir: str | Path) -> Iterator[None]:
-    """Raise `FullDisk` in place of an error inside the block if the disk of `output_dir` is full."""
+def explained_full_disk(output_dir: str | Path, last_checkpoint: Callable[[], str | None]) -> Iterator[None]:
+    """Raise `FullDisk` in place of an error inside the block if the disk of `output_dir` is full.
+
+    Args:
+        output_dir: The folder of the run. An earlier run may have left checkpoints in it.
+        last_checkpoint: Returns the latest complete checkpoint of this run; None if it has none yet.
+    """
     try:
         yield
     except FullDisk:
@@ -30,13 +35,20 @@ def explained_full_disk(output_dir: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         if not _has_full_disk(error, output_dir):
             raise
+        written, deletable = "what the run writes", ""
         whole, unfinished = checkpoints(output_dir)
-        written = unfinished[-1].name if unfinished else "what the run writes"
-        deletable = f" {written} is incomplete and can be deleted;" if unfinished else ""
-        start = f"goes on from {whole[-1].name}" if whole else "starts from the beginning, for there is no checkpoint"
+        if unfinished:
+            written = max(unfinished, key=lambda folder: folder.stat().st_mtime).name
+            deletable = f" {written} is incomplete and can be deleted;"
+        last = last_checkpoint()
+        if last is None:
+            resume = "start again without resume_from_checkpoint, for this run has no checkpoint yet"
+        elif whole and Path(last) == whole[-1]:
+            resume = f"resume_from_checkpoint='auto' goes on from {whole[-1].name}"
+        else:  # an earlier run went further, or the checkpoint is in another folder
+            resume = f"resume_from_checkpoint={last!r} goes on from it"
         raise FullDisk(
-            f"no room for {written} in {output_dir}: its disk is full ({error}). Make room;{deletable} then "
-            f"resume_from_checkpoint='auto' {start}."
+            f"no room for {written} in {output_dir}: its disk is full ({error}). Make room;{deletable} then {resume}."
         ) from error
 
 
@@ -44,7 +56,7 @@ def _has_full_disk(error: BaseException | None, folder: str | Path) -> bool:
     """Return whether `error` or a cause of it means a full disk, or `folder`'s disk is full now."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
-            # A file elsewhere may be what has no room, such as a compiler's cache
+            # The disk of another file may be full instead, such as that of a compiler's cache
             return not error.filename or Path(error.filename).resolve().is_relative_to(Path(folder).resolve())
         if isinstance(error, SafetensorError) and any(f"(os error {number})" in str(error) for number in FULL):
             return True

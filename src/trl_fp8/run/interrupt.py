@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 STATUS = 128 + signal.SIGINT  # the status that a shell reports for a process that SIGINT ended
 # One Ctrl-C may send SIGINT twice: a terminal sends it to all processes in the foreground, and a launcher forwards its
-# own. So a second SIGINT within this time is ignored. After it the user does not want to wait any longer
+# own. So a second SIGINT within this time is ignored. With a later one the user says not to wait any longer
 SECONDS = 1.0
-# Seconds after Ctrl-C in which an error of a collective or an engine follows from it. A later error has another cause:
-# a library swallowed the KeyboardInterrupt, and the program went on
+# Seconds after Ctrl-C in which an error, as of a collective or an engine, counts as its consequence. A later error has
+# another cause: a library swallowed the KeyboardInterrupt, and the program went on
 FOLLOWS = 60.0
 
 
@@ -39,8 +39,8 @@ def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
         if first:
             os._exit(STATUS)
 
-    # It is registered before the handlers of libraries, so it runs after them. What it skips is Python's own
-    # finalization, which takes 7 s
+    # Registered before the handlers of libraries, it runs after them. It skips Python's own finalization, which takes
+    # 7 s
     atexit.register(exit_at_once)
     before = signal.signal(signal.SIGINT, interrupt)
     try:

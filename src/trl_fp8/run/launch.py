@@ -31,7 +31,7 @@ from .engine_flags import fsdp1_message
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)  # kinds of parameters that take an argument by name
 # Arguments with which TRL 1.16 calls a reward function, beside the columns
 REWARD_ARGUMENTS = "prompts completions completion_ids trainer_state log_extra log_metric environments".split()
-TOKENIZED = 16  # prompts of a dataset that are tokenized before a run
+TOKENIZED = 16  # number of a dataset's longest prompts that are tokenized before a run
 ADAM = ("adamw_torch", "adamw_torch_fused")  # optimizers with two moments of each trained weight, in its dtype
 
 
@@ -42,17 +42,19 @@ def require_rows(dataset: object) -> None:
 
 
 def require_columns(datasets_by_argument: dict[str, object], rewards: Iterable[object], adds_columns: bool) -> None:
-    """Raise `ValueError` for a dataset that lacks the prompts, or a column that a reward takes.
+    """Raise `ValueError` for a dataset that lacks the column "prompt", or a column that a reward takes.
 
     Args:
         datasets_by_argument: Argument of the trainer -> its dataset. Only classes of `datasets` are checked.
         rewards: Functions, models and names of models, as the trainer gets them. Only functions read columns.
-        adds_columns: A rollout function or an environment may add the columns that rewards take.
+        adds_columns: A rollout function or an environment may add columns, so those of rewards are not checked.
     """
     for argument, dataset in datasets_by_argument.items():
         if not isinstance(dataset, Dataset | IterableDataset):
             continue
         columns = dataset.column_names or list(next(iter(dataset), {}))
+        if not columns:
+            raise ValueError(f"{argument} is empty. Check the split and the filters that it went through.")
         column_list = ", ".join(map(repr, columns))
         if "prompt" not in columns:
             raise ValueError(

@@ -45,7 +45,7 @@ def slow_step(text: str, shown: bool = True) -> Iterator[None]:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = ".") -> str:
-    """Return a question for an error about an unknown name, or `otherwise` if no known one is close."""
+    """Return the end of an error about an unknown name: a question with the closest known name, or `otherwise`."""
     close = get_close_matches(name, list(known), n=1)
     return f": did you mean {close[0]}?" if close else otherwise
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig
 
 
-ADAPTERS = "adapter_config.json"  # PEFT's, in a folder of adapters
+ADAPTERS = "adapter_config.json"  # PEFT's file in a folder of adapters
 
 
 def require_model(model: str, flag: str, revision: str | None = None) -> None:
@@ -46,10 +46,10 @@ def require_model(model: str, flag: str, revision: str | None = None) -> None:
 
 
 def require_dataset(dataset: str, flag: str) -> None:
-    """Raise the errors of `require_model` if `dataset` is not a folder, a builder of `datasets`, or on the Hub."""
+    """Raise the errors of `require_model` unless `dataset` is a folder, a builder of `datasets`, or on the Hub."""
     path = Path(dataset)
     if path.is_file():
-        folder = str(path.absolute().parent)  # datasets loads no "."
+        folder = str(path.absolute().parent)  # absolute, because datasets loads no "."
         raise ValueError(
             f"{flag}={dataset!r} is a file. Give its folder; or, in the YAML file and in place of {flag}, "
             f"datasets: [{{path: {folder!r}, data_files: {path.name!r}}}]."
@@ -60,13 +60,13 @@ def require_dataset(dataset: str, flag: str) -> None:
         _require_repository(dataset, flag, "dataset")
 
 
-def model_config(model: str) -> dict[str, Any]:
+def model_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """Return the config.json of a command's MODEL. Raise the errors of `require_model`, and `ValueError` for a file
     that is not the JSON of a model.
     """
-    require_model(model, "MODEL")
+    require_model(model, "MODEL", revision)
     try:
-        return PreTrainedConfig.get_config_dict(model)[0]
+        return PreTrainedConfig.get_config_dict(model, revision=revision)[0]
     except (TypeError, RecursionError) as error:  # transformers assumes that any JSON is a dictionary
         raise ValueError(
             f"MODEL={model!r}: its config.json is no JSON of a model ({error}). Download it again."

@@ -16,28 +16,28 @@ from transformers import ProgressCallback
 from .lines import Warnings, on_terminal, say, slow_step
 
 
-SHOWN = {  # label -> the metric, and how it is written
+SHOWN = {  # label -> (metric, format of its value)
     "reward": ("reward", ".2f"),
     "length": ("completions/mean_length", ".0f"),
     "mismatch": ("sampling/sampling_logp_difference/mean", ".4f"),
 }
-LINES = 10  # without a terminal: lines in a run, at least, if there are as many logs
-SECONDS = 60.0  # without a terminal: time between two lines, at most
+LINES = 10  # without a terminal: a run prints at least so many lines, if it logs that often
+SECONDS = 60.0  # without a terminal: the first log after this time prints a line
 
 
 class FP8ProgressCallback(ProgressCallback):
     """Progress with the latest reward, completion length in tokens and mismatch, and a line for each evaluation
     in a training.
 
-    `FP8GRPOTrainer` has it in place of transformers' `ProgressCallback`, unless `disable_tqdm` is set or one of
+    `FP8Rollouts` adds it in place of transformers' `ProgressCallback`, unless `disable_tqdm` is set or one of
     `callbacks` is a progress bar. `report_to`, the run's log and `trainer.state.log_history` get all metrics.
     """
 
     def __init__(self):
         super().__init__()
         self._warnings = Warnings()
-        self._first_step = ExitStack()  # has the `slow_step` of the first step, and is empty afterwards
-        # Without a terminal: the next line is printed from this step on, or from this monotonic time on
+        self._first_step = ExitStack()  # contains the `slow_step` of the first step, then nothing
+        # Without a terminal the next line is due at this step, or at this monotonic time, whichever comes first
         self._due_step = 0
         self._due_time = 0.0
 

@@ -27,6 +27,7 @@ from trl_fp8.policy.stored_weights import (
     weight_files,
 )
 from trl_fp8.sync.policy_checks import require_finite
+from trl_fp8.sync.shards import GatherFailed
 from trl_fp8.upstream.patches import substituted
 
 from .checkpoints import (
@@ -50,19 +51,22 @@ logger = get_logger(__name__)
 class Saving:
     """Methods of `FP8Rollouts` that read and write files. Inherit it before TRL's trainer."""
 
-    last_checkpoint: str | None = None  # the latest complete one, which this run wrote or was resumed from
+    # The latest complete checkpoint that this run wrote or was resumed from; None if there is none yet
+    last_checkpoint: str | None = None
 
     def save_fp8_model(self, folder: str | Path) -> None:
         """Write an FP8 checkpoint: the weights that a sync would send now, and the KV scales of the last sync.
 
-        With `fp8_base` the engine computes Q(W) x + s B A x, which no checkpoint can express. This one holds
-        Q(W + s B A), with W as in `merge_and_export`.
+        With `fp8_base` the engine computes Q(W) x + s B A x, where Q quantizes the base weight W and s B A is the
+        LoRA update. One weight cannot express this sum, so the checkpoint holds Q(W + s B A). `merge_and_export` says
+        where W comes from.
 
         All ranks call this, and the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered one at a time.
         Adapters are merged during the call. See `trl_fp8.export.export.export_fp8`.
 
         Raises:
-            ValueError: Nothing is FP8, no sync has calibrated KV scales yet, or a weight is not finite, on any rank.
+            ValueError: Nothing is FP8, or no sync has calibrated KV scales yet, or some rank has a weight that is not
+                finite.
             RuntimeError: On every rank, if the main process could not write; the message has its reason.
         """
         if self.recipe is None or self.recipe.quantization_config is None:
@@ -73,14 +77,14 @@ class Saving:
         self._export("save_fp8_model", partial(export_fp8, folder=folder, recipe=self.recipe, **options))
 
     def merge_and_export(self, folder: str | Path) -> None:
-        """Write the policy as a BF16 checkpoint, adapters merged: W + s B A in FP32, rounded once.
+        """Write the policy as a BF16 checkpoint with merged adapters: W + s B A is computed in FP32 and rounded once.
 
-        With `fp8_base` W is read again from where the model was loaded, and Q(W) is compared with the engine's codes.
-        If the model is stored in FP8, or cannot be read again, W is the engine's codes, dequantized, and a warning
-        and the model card say so. All ranks call this.
+        With `fp8_base` the base weight W is read again from where the model was loaded, and its quantized codes are
+        compared with the engine's. If the model is stored in FP8, or cannot be read again, the engine's codes are
+        dequantized instead; a warning and the model card say so. All ranks call this.
 
         Raises:
-            ValueError: Nothing is FP8 in this run, or a weight is not finite, on any rank.
+            ValueError: Nothing is FP8 in this run, or some rank has a weight that is not finite.
             RuntimeError: On every rank, if the main process could not write; the message has its reason.
         """
         if self.recipe is None:
@@ -90,7 +94,7 @@ class Saving:
         self._export("merge_and_export", partial(export_merged, folder=folder))
 
     def _export(self, method: str, export: Callable) -> None:
-        """Call `export` on the main process with the parts of a checkpoint. `method` is the caller, for messages."""
+        """Call `export` on the main process. All ranks call this. Messages name `method`, the caller."""
         replicas = self.vllm_generation.replicas
         require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
         failed = f"{method}: the main process could not write the export"
@@ -111,13 +115,16 @@ class Saving:
                         pass
 
     def init_hf_repo(self, *args, **kwargs) -> None:
-        """Create the repository, as transformers does at the start. If the Hub is out of reach, name the flag."""
+        """Create the repository as transformers does. Raise `OSError` that names `push_to_hub` if that fails."""
         try:
             super().init_hf_repo(*args, **kwargs)
         except (OSError, httpx.HTTPError) as error:
             reason = " ".join(str(error).split())
-            remedy = "Set push_to_hub=False, and call trainer.push_to_hub() after training"
-            raise OSError(f"push_to_hub=True: the Hub did not answer ({reason}). {remedy}.") from error
+            raise OSError(
+                f"push_to_hub=True: the Hub did not create the repository ({reason}). If it refused your token, log "
+                "in with 'hf auth login' or set hub_token. Otherwise set push_to_hub=False, and call "
+                "trainer.push_to_hub() after training."
+            ) from error
 
     def push_fp8_to_hub(
         self,
@@ -141,13 +148,13 @@ class Saving:
             The commit on the main process, None on others.
 
         Raises:
-            ValueError: As `save_fp8_model`.
+            ValueError: For the reasons of `save_fp8_model`.
             RuntimeError: On every rank, if the main process could not write or push; the message has its reason.
         """
         folder = Path(folder or Path(self.args.output_dir, "_fp8"))
         repo_id = repo_id or f"{self.args.hub_model_id or Path(self.args.output_dir).name}-FP8"
-        # An earlier export, which has checksums, stays until the new one, written beside it, is whole. Its folder is
-        # renamed then, because one that is deleted in part would have no checksums, and would not be replaced again
+        # An earlier export stays until the new one, written beside it, is complete. Then the earlier folder is renamed
+        # before it is deleted: only folders with checksums may be replaced, and a half-deleted one may have lost them
         new = folder.with_name(f"{folder.name}.new")
         earlier = folder.with_name(f".{folder.name}.trl_fp8_earlier")
         with failing_together("push_fp8_to_hub: the main process could not remove what an interrupted push has left"):
@@ -179,13 +186,13 @@ class Saving:
             return
         card = Path(self.args.output_dir, "README.md")
         section = fp8_section(run_facts(self), self.state.log_history, self.vllm_generation.audit_failures)
-        # For a model from a folder TRL writes a link to None
+        # TRL writes a link to "None" for a model that was loaded from a folder
         base_name = Path(self.model.config.name_or_path).name or "a model that was made in memory"
         text = card.read_text().replace("[None](https://huggingface.co/None)", base_name)
         card.write_text(f"{text.rstrip()}\n\n{section}")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """Train as TRL's trainer. True, "true" and "auto" mean the last whole checkpoint, if there is one."""
+        """Train as TRL's trainer does. True, "true" and "auto" resume from the last complete checkpoint, if any."""
         folder = self.args.output_dir
         checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint)
         if str(resume_from_checkpoint).lower() in RESUME_LAST:
@@ -197,7 +204,8 @@ class Saving:
                 self.accelerator.print(f"no checkpoint in {folder} yet: starting from the beginning")
         if checkpoint:
             self.accelerator.print(f"resuming from {Path(checkpoint).name}")
-        # DeepSpeed, and FSDP2 with a full state dict, write all parameters; other checkpoints have adapters alone
+        # DeepSpeed, and FSDP2 with a full state dict, write all parameters. Other checkpoints have adapters alone, and
+        # parameters that are trained beside them would be lost
         writes_all = self.is_deepspeed_enabled or (
             self.is_fsdp_enabled and "FULL" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
         )
@@ -208,14 +216,14 @@ class Saving:
         if self.args.own_engine:
             lock_folder(folder, self.accelerator)
         try:
-            with explained_full_disk(folder):
+            with explained_full_disk(folder, lambda: self.last_checkpoint):
                 return super().train(checkpoint, *args, **kwargs)
         finally:
             unlock_folder(folder)
 
     def save_model(self, *args, **kwargs) -> None:
-        """Save as TRL's trainer. The error for a full disk says how to continue."""
-        with explained_full_disk(self.args.output_dir):
+        """Save as TRL's trainer does. If the disk is full, raise `FullDisk`, which says how to continue."""
+        with explained_full_disk(self.args.output_dir, lambda: self.last_checkpoint):
             super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -228,11 +236,11 @@ class Saving:
         self.accelerator.wait_for_everyone()
         for feature in self.features:
             feature.save(folder)
-        # Within a generation some of its rollouts are still unused, and a resumed run trains on them
+        # In the middle of a generation save the rollouts that are still unused, on which a resumed run trains
         if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
             save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, sampling_of(self.args))
-        # transformers deletes older checkpoints (save_total_limit) in this call, while the new one has its marker. A
-        # run that is killed before the marker goes would have no complete checkpoint, so the deletion is put off
+        # transformers deletes older checkpoints (save_total_limit) in this call, while the new one is still marked as
+        # unfinished. A run killed then would have no complete checkpoint, so the deletion waits for the unmarking
         rotations = []
         with substituted(transformers.trainer, "rotate_checkpoints", lambda **options: rotations.append(options)):
             super()._save_checkpoint(model, trial)
@@ -252,9 +260,9 @@ class Saving:
             super()._load_best_model()
 
     def _load_weights(self, folder: str) -> bool:
-        """Load all weights of a checkpoint. Return False without loading if transformers' Trainer can load them.
+        """Load all weights of a checkpoint and return True, or return False and leave them to transformers' Trainer.
 
-        Trainer can load adapters, and what FSDP2 and DeepSpeed wrote under the names of the model's parameters.
+        Trainer can load adapters, and checkpoints of FSDP2 and DeepSpeed, which have the names of the parameters.
         """
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return False
@@ -266,7 +274,7 @@ class Saving:
         return False
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what features and rollouts need, too. transformers calls this in each training, before the batches."""
+        """Load also the state of features, and unused rollouts. transformers calls this before the first batch."""
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or not self.args.own_engine:
             return
@@ -279,13 +287,18 @@ class Saving:
 
 @contextmanager
 def failing_together(what: str) -> Iterator[None]:
-    """Raise `RuntimeError` on every rank if the block fails on the main process: `what`, and the error's message."""
+    """Raise `RuntimeError` on every rank if the block fails on the main process. Collective.
+
+    The message is `what` and the main process's reason. Another rank that fails raises alone.
+    """
     failure = None
     try:
         yield
+    except GatherFailed:  # the other ranks are in a gather, so this one must enter no broadcast
+        raise
     except Exception as error:  # of any kind, because the other ranks wait in the broadcast below
         failure = error
-    # `reason` is the main process's, on all ranks; `failure` is this rank's. Some errors have no text
+    # All ranks get `reason`, the main process's; `failure` is this rank's own. Some errors have no text
     [reason] = broadcast_object_list([(str(failure) or type(failure).__name__) if failure else None])
     if reason or failure:
         raise RuntimeError(f"{what}: {reason or failure}") from failure

@@ -23,7 +23,7 @@ PINNED = "engine.json"
 
 
 class Syncs(Feature, TrainerCallback):
-    """Logs each sync, once in training and once in evaluation, and warns of weights whose blocks became zero."""
+    """Requests the syncs that TRL would omit. Logs each sync, and warns of weights with blocks that became zero."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -37,6 +37,8 @@ class Syncs(Feature, TrainerCallback):
         trainer = self.trainer
         context = trainer.args.vllm_max_model_length
         completion = trainer.args.max_completion_length
+        # Without vllm_max_model_length the context is the model's own. Environments and a rollout_func make prompts
+        # that the dataset does not show
         if context is None or trainer.environment_factories is not None or trainer.rollout_func is not None:
             return
         dataset = trainer.train_dataset
@@ -62,11 +64,11 @@ class Syncs(Feature, TrainerCallback):
             )
 
     def require_sync(self, *_: Any, **__: Any) -> None:
-        """Let the next generation sync. TRL syncs once a step, and assumes that weights do not change within it."""
+        """Make the next generation sync. TRL syncs only if the step differs from that of the last sync."""
         self.trainer._last_loaded_step = -1
 
-    on_train_begin = require_sync  # TRL compares steps, and an earlier `train` had the same numbers of steps
-    on_train_end = require_sync  # load_best_model_at_end has loaded other weights
+    on_train_begin = require_sync  # an earlier call of `train` may have synced in a step of the same number
+    on_train_end = require_sync  # load_best_model_at_end may have loaded other weights
     on_evaluate = on_predict = require_sync  # callbacks may evaluate other weights, such as averaged ones
 
     def before_generation(self, prompts: list) -> None:
@@ -91,7 +93,7 @@ class Syncs(Feature, TrainerCallback):
     def after_generation(self, rollouts: Rollouts) -> None:
         sync = self.trainer.vllm_generation.last_sync
         training = self.trainer.model.training
-        if self._logged.get(training) is sync:
+        if self._logged.get(training) is sync:  # a sync serves several generations, and the first one logs it
             return
         self._logged[training] = sync
         newly_dead = [name for name in sync.dead_blocks if name not in self._dead]
@@ -105,7 +107,7 @@ class Syncs(Feature, TrainerCallback):
         rollouts.metrics |= {
             "fp8/sync_seconds": mean_of(sync.seconds),
             "fp8/quantize_seconds": mean_of(sync.quantize_seconds),
-            "fp8/audited_tensors": lowest(sync.audited_tensors),  # the same number in each complete sync
+            "fp8/audited_tensors": lowest(sync.audited_tensors),  # equal in all complete syncs
             "fp8/sync_bytes": mean_of(sync.bytes_sent),
         }
         for name, value in self.trainer.vllm_generation.sync_metrics.items():

@@ -65,12 +65,15 @@ class Arguments(NamedTuple):
     def configs(
         self, processes: int | None = None
     ) -> tuple[TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig]:
-        """Return the dataclasses. Raise `ValueError` for a value that is unknown, or contradicts another.
+        """Return the configs of task, trainer, model and mixture of datasets.
+
+        Raises `ValueError` for a value that is unknown, or that contradicts another.
 
         With `processes` the values are checked for a launch of this many processes. The processes need not run yet,
         and no device is initialized.
         """
         config_class = FP8GRPOConfig
+        # transformers' properties `world_size` and `device` would initialize a device and the process group
         if processes is not None:
             attributes = {"world_size": processes, "device": torch.device("cpu")}
             config_class = type("FP8GRPOConfig", (FP8GRPOConfig,), attributes)
@@ -83,12 +86,12 @@ class Arguments(NamedTuple):
             script, args, model, mixture = map(make, (TaskArguments, config_class, ModelConfig, DatasetMixtureConfig))
         except JSONDecodeError as error:
             raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
-        except TypeError as error:  # raised for a value in YAML
+        except TypeError as error:  # argparse checks the types of flags, but not of all values in YAML
             raise ValueError(f"the run config has a value of a wrong type: {error}") from error
         for group in args.groups():
             group.check_adapters(args, model)
         if args.base_in_engine and not self.sets("dtype"):
-            model = replace(model, dtype=None)  # not TRL's default, FP32: weights beside an FP8 base are BF16
+            model = replace(model, dtype=None)  # TRL's default is FP32, but weights beside an FP8 base are BF16
         return script, args, model, mixture
 
 
@@ -98,11 +101,14 @@ class Parser(TrlParser):
     def __init__(self):
         dataclasses = TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig
         super().__init__(dataclasses, prog="trl-fp8 train", allow_abbrev=False)
-        # Actions without a type are --help, and the --no_... of flags that are on by default
+        # Flags that a run config may set. Without a type are only --help, and --no_... of flags that are on by default
         self.by_name = {each.dest: each for each in self._option_string_actions.values() if each.type is not None}
         self.by_name["resume_from_checkpoint"].help = RESUME
         if not torch.cuda.is_available():
             self.set_defaults(use_cpu=True, bf16=False)  # many CPUs emulate BF16
+
+        # Names of flags whose value may be None, YAML's null
+        self.optional = {each.name for kind in dataclasses for each in fields(kind) if "None" in str(each.type)}
 
     def read(self, words: list[str]) -> Arguments:
         """Return the values of flags in `words`, and in the run config that they name. Flags win over the file.
@@ -131,7 +137,8 @@ class Parser(TrlParser):
         defaults = {}
         for name, value in (run_config or {}).items():
             if name in self.by_name:
-                defaults[name] = _as_default(value, self.by_name[name])
+                is_null = value is None and name in self.optional
+                defaults[name] = None if is_null else _as_default(value, self.by_name[name])
         self.set_defaults_with_config(**defaults)
         values, other_words = self.parse_known_args(words)
         return Arguments(values, run_config, spelled, other_words)
@@ -158,7 +165,7 @@ def parse_launch(words: list[str]) -> Namespace:
 def words_for_accelerate(entries: dict[str, Any]) -> list[str]:
     """Return entries of a run config as words of `accelerate launch`. An entry that is null is left out.
 
-    Raises `ValueError` for a switch, which takes no value on the command line, that is neither true nor false.
+    A switch takes no value on a command line. `ValueError` if its entry is neither true nor false.
     """
     actions = {}
     for word, action in launch_command_parser()._option_string_actions.items():
@@ -175,13 +182,15 @@ def words_for_accelerate(entries: dict[str, Any]) -> list[str]:
                 words.append(f"--{name}")
             continue
         if value is False and action is not None and action.type is bool:
-            value = ""  # accelerate converts by `bool`, for which "false" is true
+            value = ""  # accelerate calls `bool` with the word, and bool("false") is True
         words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     return words
 
 
 def read_run_config(words: list[str]) -> tuple[str, dict[str, Any] | None, list[str]]:
-    """Return the path behind --config, the entries of its file, and the other words; "" and None without --config."""
+    """Return the path after --config, the entries of that file, and the other words. Without --config path and entries
+    are "" and None.
+    """
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", nargs="?", const="", default=[])
     options, words = parser.parse_known_args(words)

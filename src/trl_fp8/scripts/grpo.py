@@ -2,8 +2,8 @@
 
     accelerate launch -m trl_fp8.scripts.grpo --config FILE [--FLAG VALUE ...]
 
-`trl-fp8 train` starts this script on each process. It checks a run's columns and rewards, and the trainer checks
-everything else.
+`trl-fp8 train` starts this script on each process. The script checks that model, dataset, columns and rewards exist,
+and the trainer checks everything else.
 """
 
 import os
@@ -18,7 +18,7 @@ from .rewards import MESSAGE_REWARDS, require_rewards, reward_functions
 
 
 def main() -> None:
-    """Train in this process. The exit status is 2 after one line for a user's mistake, and 130 after Ctrl-C."""
+    """Train in this process. The exit status is 2 after a user's mistake (one line on stderr), 130 after Ctrl-C."""
     quiet()
     trainers = []
     with ended_by_ctrl_c(lambda: _stopped(trainers) if os.environ.get("RANK", "0") == "0" else ""):
@@ -29,7 +29,7 @@ def main() -> None:
             require_task(script, model, mixture)
             trainer = make_trainer(script, args, model, mixture)
         except (ValueError, OSError) as error:
-            # One rank of each machine reports a mistake; every rank an OSError, which may be one machine's alone
+            # All ranks find the same mistake, so one per machine reports it. An OSError may occur on any rank alone
             reports = isinstance(error, OSError) or os.environ.get("LOCAL_RANK", "0") == "0"
             sys.exit(refuse(error) if reports else 2)
         from trl_fp8.run.full_disk import FullDisk
@@ -54,7 +54,7 @@ def refuse(error: Exception) -> int:
 def require_task(script: Any, model: Any, mixture: Any) -> None:
     """Raise `ValueError` for a run without model, dataset or rewards, or if one of them does not exist.
 
-    No dataset is loaded, and no module of a reward imported.
+    Loads no dataset, and imports no module of a reward.
     """
     from trl_fp8.run.locations import require_dataset, require_model
 
@@ -101,7 +101,7 @@ def make_trainer(script: Any, args: Any, model: Any, mixture: Any) -> Any:
 
 
 def load_problems(script: Any, mixture: Any, has_evaluation: bool) -> list[Any]:
-    """Return the splits to train and to evaluate on; without evaluation the second is None.
+    """Return two splits, for training and for evaluation; the second is None without evaluation.
 
     Raises:
         ValueError: There is no such dataset, configuration, split or column. The message lists those that exist.
@@ -131,7 +131,10 @@ def load_problems(script: Any, mixture: Any, has_evaluation: bool) -> list[Any]:
 
 
 def as_problems(split: Any, script: Any, source: str = "the dataset") -> Any:
-    """Return a split with the columns that TRL and its rewards read. Raise `ValueError` for a column that it lacks."""
+    """Return a split with the columns `prompt` and `solution`, made as the flags of `TaskArguments` say.
+
+    Raises `ValueError` if `split` lacks the column that one of them is made from.
+    """
     prompt_column = script.prompt_column or "prompt"
     solution_column = script.solution_column or "solution"
     makes_messages = script.system_prompt or set(MESSAGE_REWARDS).intersection(script.reward_funcs or ())
@@ -167,7 +170,10 @@ def _require(name: str, flag: str, source: str, known: Iterable[str]) -> None:
 
 
 def _stopped(trainers: list) -> str:
-    """Return where Ctrl-C stopped a run, and how to go on. `trainers` is empty before the trainer exists."""
+    """Return a text that says where Ctrl-C stopped a run, and how to go on.
+
+    `trainers` holds the run's trainer, or nothing before that exists.
+    """
     if not trainers:
         return "stopped before the first step"
     from trl_fp8.run.checkpoints import RESUME_LAST, checkpoint_to_resume
@@ -178,8 +184,8 @@ def _stopped(trainers: list) -> str:
     checkpoint = trainer.last_checkpoint
     if checkpoint is None:
         return f"{step}; this run has no checkpoint yet, so the same command starts from the beginning"
-    last = checkpoint_to_resume(args.output_dir, "auto")  # of an earlier run, if that had more steps
-    resumed = args.resume_from_checkpoint  # save_total_limit may have deleted it since
+    last = checkpoint_to_resume(args.output_dir, "auto")  # an earlier run's, if that run had more steps
+    resumed = args.resume_from_checkpoint  # the folder may be gone: save_total_limit deletes old checkpoints
     if str(resumed).lower() in RESUME_LAST:
         resumed = last
     flag = ""

@@ -32,7 +32,9 @@ def require_rewards(script: Any) -> None:
             advice = f". Use some of {', '.join(NAMES)}, or the path of a function, as in my_module.reward."
             raise ValueError(f"reward_funcs: there is no {path!r}{did_you_mean(path, NAMES, otherwise=advice)}")
         if module and not _is_installed(module):
-            raise ValueError(f"reward_funcs: {path!r}: no module {module!r} is installed, or in {Path.cwd()}.")
+            raise ValueError(
+                f"reward_funcs: {path!r}: there is no module {module!r}, neither installed nor in {Path.cwd()}."
+            )
         if path in VERIFIED and not _is_installed("math_verify"):
             raise ValueError(
                 f"reward_funcs: {path} compares answers with math-verify, which is not installed: "
@@ -72,7 +74,10 @@ def _is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError as error:
-        # The module or a parent is not installed. Any other name is a library that a parent package imports
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+        parts = module.split(".")
+        own_names = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}  # the module's and its packages'
+        if error.name in own_names:
             return False
-        raise
+        raise  # a library that a package imports is not installed
+    except (ValueError, OSError) as error:  # see `reward_functions`
+        raise RuntimeError(f"reward_funcs: a package of {module} cannot be imported.") from error

@@ -2,9 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
-from trl_fp8.features.run_log.run_log import BINS, LIMIT, PAIRS, rollout_sample
+from trl_fp8.features.run_log.run_log import BINS, LIMIT, PAIRS, evenly_spaced, rollout_sample
 from trl_fp8.run.batch import log_ratio
 
 
@@ -37,3 +38,10 @@ def test_a_batch_without_tokens_is_an_empty_picture():
     read = rollout_sample(log_ratio(empty, empty, torch.zeros(2, 3)))
     assert sum(read["log_ratio_counts"]) == 0 and read["log_probs"] == []
     assert rollout_sample(log_ratio(*[torch.zeros(2, 0)] * 3))["log_probs"] == []
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 1000, 2**24 + 4, 512 * 32_772])
+def test_the_first_and_the_last_token_of_any_batch_are_read(tokens):
+    """In FP32 the position of the last one would be rounded up, beyond the batch."""
+    positions = evenly_spaced(tokens, 256, torch.device("cpu"))
+    assert positions[0] == 0 and positions[-1] == tokens - 1 and len(positions) == min(256, tokens)

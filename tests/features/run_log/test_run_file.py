@@ -2,7 +2,8 @@
 
 import pytest
 
-from trl_fp8.features.run_log.log_file import FILE, append, begin, earlier_logs, read_run, read_runs, settle
+from trl_fp8.features.run_log import log_file
+from trl_fp8.features.run_log.log_file import FILE, Run, append, begin, earlier_logs, read_run, read_runs, settle
 
 
 def step(folder, number, reward):
@@ -77,6 +78,21 @@ def test_a_run_that_saved_before_its_first_log_goes_on_in_its_own_file(tmp_path)
     resumed, (earlier,) = read_run(tmp_path), earlier_logs(tmp_path)
     assert resumed.facts == {"run": 2} and [row["step"] for row in resumed.logs] == [3] and len(resumed.rollouts) == 2
     assert [row["step"] for row in read_run(earlier).logs] == [1]
+
+
+def test_a_run_logs_on_though_the_file_of_the_earlier_run_was_moved_away(tmp_path):
+    begin(tmp_path, 0, {"run": 1})
+    step(tmp_path, 1, 0.0)
+    begin(tmp_path, 0, {"run": 2})
+    (tmp_path / FILE).rename(tmp_path / "saved.jsonl")
+    step(tmp_path, 1, 0.5)
+    assert read_run(tmp_path).facts == {"run": 2} and [row["reward"] for row in read_run(tmp_path).logs] == [0.5]
+    assert earlier_logs(tmp_path) == []
+
+
+def test_names_of_runs_are_relative_paths_also_directly_under_the_root(monkeypatch):
+    monkeypatch.setattr(log_file, "read_run", lambda folder: Run("", {}, [], []))
+    assert [run.name for run in read_runs(["/run", "/data/run"])] == ["run", "data/run"]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):

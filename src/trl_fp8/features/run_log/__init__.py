@@ -40,7 +40,7 @@ def _report(options: Namespace) -> str:
     """Write the report of runs, finished or not. Return what the command prints."""
     try:
         from .report.page import write_report
-    except ModuleNotFoundError as error:  # matplotlib, an extra
+    except ModuleNotFoundError as error:  # matplotlib, which the extra `report` installs
         raise ValueError(error) from error
     from .log_file import earlier_logs, file_of, read_runs
 
@@ -54,7 +54,7 @@ def _report(options: Namespace) -> str:
     page = write_report(read_runs(options.runs), options.output or default_output)
     written = f"written: {page} (open it in a browser), and its pictures beside it as PNG"
 
-    # Paths are compared resolved, because one file may be spelled in several ways
+    # Compare resolved paths, because several paths may lead to one file
     drawn = {log.resolve() for log in logs}
     earlier = {log.resolve(): str(log) for run_log in logs for log in earlier_logs(run_log.parent)}
     not_drawn = [name for log, name in earlier.items() if log not in drawn]

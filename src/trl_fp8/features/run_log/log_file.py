@@ -20,7 +20,7 @@ from typing import Any
 
 
 FILE = "fp8_run.jsonl"
-NEW = "fp8_run.new.jsonl"  # file of a run whose first step is not done, if an earlier run has the name FILE
+NEW = "fp8_run.new.jsonl"  # file of a run until its first step is done, if FILE is an earlier run's
 LAST = 10  # a report averages a metric over so many logged steps at either end, because single batches vary
 
 
@@ -30,10 +30,10 @@ class Run:
 
     Attributes:
         name: The name of the run's folder, with parent folders if another run has the same name.
-        facts: The result of `run_facts`.
+        facts: The result of `run_facts` (run/facts.py).
         logs: What TRL logged, a dictionary for each log, as in `trainer.state.log_history`.
         rollouts: A dictionary for each generation: step and, as far as the run recorded them, log_ratio_counts,
-            log_ratio_limit, log_probs, kv_scales [L][3], kv_saturation [L][2].
+            log_ratio_limit, log_probs (run_log.py), kv_scales [L][3], kv_saturation [L][2].
     """
 
     name: str
@@ -43,7 +43,7 @@ class Run:
 
 
 def append(folder: str | Path, kind: str, row: Mapping[str, Any]) -> None:
-    """Add a line of a kind ("run", "log" or "rollouts") to the run's file."""
+    """Add a line ("log" or "rollouts") to the run's file, and `settle` the file if the row's step is above 0."""
     folder = Path(folder)
     if row["step"] > 0:
         settle(folder)
@@ -60,12 +60,13 @@ def settle(folder: str | Path) -> None:
     new = folder / NEW
     if new.exists():
         number = max(map(_number, earlier_logs(folder)), default=0) + 1
-        (folder / FILE).rename(folder / f"fp8_run.{number}.jsonl")
+        with suppress(FileNotFoundError):  # the user has moved the earlier run's file away
+            (folder / FILE).rename(folder / f"fp8_run.{number}.jsonl")
         new.rename(folder / FILE)
 
 
 def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Start a file at step 0; at a later step continue the file of the run that is resumed."""
+    """Write the facts: at step 0 as the first line of a new file, at a later step into the resumed run's file."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE
@@ -73,7 +74,7 @@ def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
     if step == 0:
         rows = _rows(path) if path.exists() else []
         if any(isinstance(row.get("step"), int | float) and row["step"] > 0 for row in rows):
-            path = folder / NEW  # the earlier run has logged a step
+            path = folder / NEW  # FILE is an earlier run's that has logged a step
         else:
             path.unlink(missing_ok=True)
     elif path.exists() and not path.read_bytes().endswith(b"\n"):  # the process was killed in the middle of a line
@@ -111,7 +112,8 @@ def read_run(folder: str | Path) -> Run:
         kind = row.pop("kind", None)
         if kind == "run" and isinstance(row.get("facts"), dict) and isinstance(row.get("step"), int):
             facts = row["facts"]
-            # The run was resumed here. A log at step n follows step n, a generation at step n precedes step n + 1
+            # The run was resumed here, after step n. It repeats generations with step n, which precede step n + 1, but
+            # not logs with step n, which follow step n
             rows["log"] = [earlier for earlier in rows["log"] if earlier["step"] <= row["step"]]
             rows["rollouts"] = [earlier for earlier in rows["rollouts"] if earlier["step"] < row["step"]]
         elif kind in rows and isinstance(row.get("step"), int | float):
@@ -125,7 +127,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Read several runs. Their names are the last parts of their paths, as many parts as make all names different.
 
     Raises:
-        ValueError: As `read_run`, or a folder is named twice.
+        ValueError: `read_run` raises it, or a run is named twice.
     """
     paths = [_run_path(file_of(folder)) for folder in folders]
     for folder, path in zip(folders, paths, strict=True):
@@ -135,7 +137,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     names = [path.name for path in paths]
     while len(set(names)) < len(names):
         parts += 1
-        names = [str(Path(*path.parts[-parts:])) for path in paths]
+        names = [str(Path(*path.parts[1:][-parts:])) for path in paths]  # without the root, so names are relative
     return [replace(read_run(folder), name=name) for folder, name in zip(folders, names, strict=True)]
 
 
@@ -157,7 +159,7 @@ def _add(path: Path, kind: str, row: Mapping[str, Any]) -> None:
 
 
 def _rows(path: Path) -> list[dict]:
-    """Return the lines of a file without incomplete ones, which a process left that was killed while it wrote."""
+    """Return the rows of a file. Skip incomplete lines, left by a process that was killed while it wrote."""
     rows = []
     for line in path.read_bytes().splitlines():
         with suppress(json.JSONDecodeError, UnicodeDecodeError):
@@ -188,7 +190,7 @@ def series(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> 
 def ends(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[Stretch | None, Stretch | None]:
     """Return the means of a metric over the first and over the last logged steps: `LAST` steps, at most half of all.
 
-    With a single step the first mean is None, without any step both are.
+    The first mean is None if fewer than two steps were logged, the last one if none was.
     """
     steps, values = series(rows, key)
     count = max(1, min(LAST, len(steps) // 2))

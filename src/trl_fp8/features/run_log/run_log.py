@@ -15,7 +15,8 @@ from .log_file import FILE, append, begin, settle
 
 
 logger = get_logger(__name__)
-BINS = 120  # in the histogram of log r over [-LIMIT, LIMIT]; one more bin at either end has what is beyond
+# Bins of the histogram of log r (`LogRatio`) over [-LIMIT, LIMIT]; one more bin at either end has what is beyond
+BINS = 120
 LIMIT = 3.0
 POSITIONS = 1024  # evenly spaced positions of the batch, at which log-probs are read
 PAIRS = 256  # pairs of log-probs that are written, at most
@@ -47,7 +48,9 @@ class RunLog(Feature, TrainerCallback):
         self._write(append, "rollouts", row | batch.record)
 
     def save(self, folder: str) -> None:
-        """Make this run's file the current one. A checkpoint shows that a step is done, even if none was logged."""
+        """Give this run's file its final name, if it still has that of a run without a step: a checkpoint shows that a
+        step is done, even if none was logged.
+        """
         if self.writes:
             self._write(settle)
 
@@ -70,8 +73,7 @@ def rollout_sample(ratio: LogRatio) -> dict[str, list | float]:
     # Bin 0 and bin BINS + 1 have what is beyond LIMIT
     bins = ((ratio.values_BT.flatten() + LIMIT) * (BINS / (2 * LIMIT))).floor().long() + 1
     counts = scored.new_zeros(BINS + 2).scatter_add_(0, bins.clamp(0, BINS + 1), scored)
-    tokens = scored.numel()
-    chosen = torch.linspace(0, max(tokens - 1, 0), min(POSITIONS, tokens), device=scored.device).long()
+    chosen = evenly_spaced(scored.numel(), POSITIONS, scored.device)
     trainer = ratio.trainer_BT.flatten()[chosen].double()
     rollout = ratio.rollout_BT.flatten()[chosen].double()
     # One vector, because one copy to the host is faster than several
@@ -86,3 +88,10 @@ def rollout_sample(ratio: LogRatio) -> dict[str, list | float]:
         "log_ratio_counts": counts.long().tolist(),
         "log_probs": pairs[::stride],
     }
+
+
+def evenly_spaced(tokens: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return at most `count` positions from the first to the last of `tokens`, int64, on `device`."""
+    # FP64, because FP32 rounds the last position of more than 2^24 tokens up to one that does not exist
+    options = {"dtype": torch.float64, "device": device}
+    return torch.linspace(0, max(tokens - 1, 0), min(count, tokens), **options).long()

@@ -16,9 +16,7 @@ except ModuleNotFoundError as error:
 RAW, TREND, MARK = "#9ecae1", "#08519c", "#d94801"
 SERIES = ("#08519c", "#d94801", "#31844a", "#7b3f98", "#a07800", "#555555")
 DOTS = "#3d85c8"  # visible on white and on black; for dots drawn as pixels, which a dark page cannot recolour
-TITLE = (
-    12  # points at the top of a figure that have its title, above the highest tick label; `inline_svg` cuts them off
-)
+TITLE_POINTS = 12  # height of the title's strip, above the highest tick label; `inline_svg` cuts it off
 STYLES = ("-", "--", ":")  # the first six lines have the first style, the next six the second
 
 
@@ -55,12 +53,13 @@ def inline_svg(figure: Figure, name: str) -> str:
         artist.set_gid(f"{name}-{number}")
     width, height = figure.get_size_inches()
     written = StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # the salt makes ids of shared parts unique
+    # The salt makes ids of clip paths and markers differ between the pictures of a page: they are hashes of shapes
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(
             written,
             format="svg",
             dpi=160,
-            bbox_inches=Bbox.from_bounds(0, 0, width, height - TITLE / 72),
+            bbox_inches=Bbox.from_bounds(0, 0, width, height - TITLE_POINTS / 72),
             metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
         )
     drawn = written.getvalue()

@@ -12,7 +12,7 @@ from .results import duration, mismatch_key
 
 @dataclass(frozen=True)
 class Check:
-    """A question with its answer. `fine` is False if the reader should look at it."""
+    """A question about a run, with its answer. `fine` is False if the reader should look at it."""
 
     fine: bool
     question: str

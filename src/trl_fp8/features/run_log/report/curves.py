@@ -24,21 +24,21 @@ class Panel:
 
 
 def panel_figure(runs: Sequence[Run], panel: Panel) -> Figure | None:
-    """Draw a metric of one run, or with one line per run. None if no run has logged it."""
+    """Draw a metric with one line per run. Return None if no run has logged it."""
     found = {run.name: series(run.logs, panel.key, panel.factor) for run in runs}
     return lines_figure({name: points for name, points in found.items() if points[0]}, panel, list(found))
 
 
 def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure | None:
-    """Draw `curves` under the title of `panel`; a single one in the style of `draw_panel`. None if there is none.
+    """Draw `curves` under the title of `panel`. Return None if there is no curve.
 
-    A curve's place in `names` decides its colour. `names` also has runs without data, so that a run has the same
-    colour in all panels.
+    If `names` has one name, `draw_panel` draws its curve. Otherwise a curve's place in `names` decides its colour.
+    `names` also has runs without data, so that a run has the same colour in all panels.
     """
     if not curves:
         return None
     axes = new_axes()
-    if len(names) == 1:  # so this is the only curve, too
+    if len(names) == 1:  # so there is one curve, too
         return draw_panel(axes, panel, *curves[names[0]])
     window = max(5, max(len(steps) for steps, _ in curves.values()) // 10)
     for name, (steps, values) in curves.items():
@@ -77,7 +77,5 @@ def _finish(axes: Axes, panel: Panel, values: Sequence[float]) -> Figure:
 
 
 def moving(values: Sequence[float], window: int, middle: Callable[[Sequence[float]], float] = fmean) -> list[float]:
-    """Return the mean, or another `middle`, over each value and the `window - 1` values before it, as far as they
-    exist.
-    """
+    """Return for each value the mean, or another `middle`, of it and of up to `window - 1` values before it."""
     return [middle(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]

@@ -18,7 +18,9 @@ from .results import compared, correction_name, differences, model_name, results
 
 
 def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
-    """Write `folder/report.html`, and beside it the page's pictures as PNGs. The names of `runs` are unique.
+    """Write `folder/report.html` and the page's pictures as PNGs. Return the path of the page.
+
+    Names of `runs` have to be unique: with several runs, each run's pictures are in a folder of its name.
 
     Raises:
         ValueError: A run has logged nothing yet.
@@ -69,7 +71,7 @@ def _run_values(run: Run, number: int, folder: Path) -> dict[str, Any]:
         "checks": checks(run),
         "pictures": pictures,
         "facts": _fact_rows(facts),
-        "plan": plan.replace(facts["model"], model_name(facts)),
+        "plan": plan.replace(facts["model"], model_name(facts)),  # hides local folders
         "flags": facts["flags"],
     }
 
@@ -77,7 +79,7 @@ def _run_values(run: Run, number: int, folder: Path) -> dict[str, Any]:
 def _drawn(pictures: Sequence[Picture], folder: Path, section: str) -> list[dict[str, str]]:
     """Write each picture that has a figure as a PNG. Return title, meaning and SVG of each for the template.
 
-    A `section` of the page has a unique name, and unique titles in it, so ids in the SVGs are unique.
+    Ids in the SVGs are unique: each `section` of the page has its own name, and each picture in it its own title.
     """
     drawn = []
     for picture in pictures:

@@ -11,7 +11,8 @@ from trl_fp8.recipe.messages import format_bytes
 
 
 PLACES = ("output_dir", "run_name")  # flags that differ between any two runs
-# Names of the mean absolute log-prob difference of a step: ours, and TRL's, which is logged without a correction, too
+# Metrics that are the mean absolute log-prob difference of a step. This package logs the first only with its own
+# correction, TRL the second also without it
 MISMATCH = ("mismatch/logp_difference_mean", "sampling/sampling_logp_difference/mean")
 
 
@@ -84,7 +85,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Return the settings of a run: the user's flags, the model and the machine."""
+    """Return the settings of a run: this package's flags, other changed flags, the model and the machine."""
     facts = run.facts
     shown = {
         "correction of the loss": correction_name(facts),
@@ -102,7 +103,7 @@ def mismatch_key(run: Run) -> str | None:
 
 
 def model_name(facts: Mapping[str, Any]) -> str:
-    """Return the model's name, of a local path only its last part, because a page may be shown to anybody."""
+    """Return the model's name. Cut a local path to its last part, because a page may be shown to anybody."""
     model = Path(facts["model"])
     return model.name if model.is_absolute() else str(model)
 
@@ -160,7 +161,7 @@ def _tokens_per_second(run: Run) -> float | None:
     if len(steps) < 2:
         return None
     seconds = 0.0
-    # A logged time is the mean over the steps since the log before
+    # A logged time is the mean over the steps since the previous log
     for before, step, mean_seconds in zip(timed_steps, timed_steps[1:], step_seconds[1:], strict=False):
         if steps[0] < step <= steps[-1]:
             seconds += (step - before) * mean_seconds
@@ -170,7 +171,7 @@ def _tokens_per_second(run: Run) -> float | None:
 def _sizes(sizes: tuple[int, int] | None, each: str = "") -> str:
     """Return a phrase such as `72 KiB a token; 144 KiB in BF16`.
 
-    `sizes` are bytes in BF16 and bytes in the engine; `each` is ` a token` here.
+    `sizes` are the bytes in BF16 and in the engine. `each` follows the engine's size: ` a token` in this example.
     """
     if not sizes:
         return ""

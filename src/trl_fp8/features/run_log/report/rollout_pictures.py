@@ -9,7 +9,7 @@ from trl_fp8.features.run_log.log_file import Run
 from trl_fp8.features.run_log.report.canvas import DOTS, MARK, RAW, TREND, Figure, new_axes, new_figure, tidy
 
 
-POINTS = 4000  # drawn in the picture of log-probs, at most
+POINTS = 4000  # maximum number of points in the picture of log-probs
 
 
 def ratio_figure(run: Run) -> Figure | None:
@@ -24,8 +24,8 @@ def ratio_figure(run: Run) -> Figure | None:
     counts = [sum(column) for column in zip(*recorded, strict=True)]
     late = [sum(column) for column in zip(*recorded[-max(1, len(recorded) // 4) :], strict=True)]
     width = 2 * limit / (len(counts) - 2)
-    # The first and the last bin have what is beyond the limit. The others divide [-limit, limit] evenly, and each is
-    # drawn at its centre
+    # The first and the last bin count all log-ratios beyond the limit. The others divide [-limit, limit] evenly. Each
+    # bin is drawn at its centre
     ratios = [exp(-limit + (index - 0.5) * width) for index in range(len(counts))]
     axes = new_axes()
     axes.step(ratios, counts, where="mid", color=TREND, linewidth=1, label=f"all {sum(counts):,}")
@@ -114,7 +114,8 @@ def _heatmaps(
 ) -> Figure | None:
     """Draw a map for each letter of `letters`: layers upwards, steps to the right, with one colour bar for all.
 
-    `run.rollouts` has values `[layer][letter]` under `key`, of which the map has `shown(value)`.
+    Rows of `run.rollouts` have values `[layer][letter]` under `key`; the maps show `shown(value)`. Return None if no
+    row has `key`.
     """
     by_step = {row["step"]: row for row in run.rollouts if key in row}  # the last generation of a step counts
     if not by_step:
