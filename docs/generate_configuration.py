@@ -49,7 +49,7 @@ The defaults are FP8 linears, an FP8 KV cache and token truncation at 2.
 | the model is Qwen2 or Qwen2.5, or a warning names outliers in k | `kv_cache_skip_layers="auto"` ([why](kv_cache.md#outliers-in-k)) |
 | it is a mixture of experts | `router_replay="rollout"` ([mixtures of experts](models.md#mixtures-of-experts)) |
 | one layer is sensitive | `fp8_ignored_modules=["model.layers.0.mlp.down_proj"]` |
-| you want no mismatch | `fp8_forward="one_forward"` ([one forward](how_it_works.md#one-forward)) |
+| you want no mismatch, on a CPU or (not run) on Hopper | `fp8_forward="one_forward"` ([one forward](how_it_works.md#one-forward)) |
 | you look for the part that causes it | `kv_cache_dtype="auto"`, `fp8_weights=False`, one at a time |
 | you need BF16 rollouts to compare with | `kv_cache_dtype="auto", fp8_weights=False, use_vllm=True, rollout_correction="fp8_token_tis"` |
 | you want TRL's trainer, bit for bit ([test](../tests/trainer/test_trainer.py)) | `kv_cache_dtype="auto", fp8_weights=False` |
@@ -192,12 +192,12 @@ def page() -> str:
         for field in dataclasses.fields(FP8GRPOConfig)
         if field.name not in theirs or field.default != theirs[field.name]
     }
-    sections = [HEAD]
+    sections = [HEAD, "\n<!-- flags, by docs/generate_configuration.py -->\n"]
     for title, group in GROUPS.items():
         sections.append(f"\n## {title}\n")
         sections += [described(fields.pop(name)) for name in group.__annotations__ if name in fields]
     assert not fields, f"no group has {list(fields)}"
-    return "".join(sections) + API
+    return "".join(sections) + "\n<!-- end of flags -->\n" + API
 
 
 def described(field: dataclasses.Field) -> str:

@@ -133,8 +133,7 @@ def test_what_a_k3_means():
     assert f"| 0.03 to 0.1 | accuracy fell by {stated.format(**by_mean['bands'][3])}" in page
     assert f"| above 0.1 | a warning. Accuracy fell by {stated.format(**by_mean['bands'][4])}" in page
     lost = by_worst["bands"][3]
-    change = {"value": -lost["value"], "low": -lost["high"], "high": -lost["low"]}
-    assert f"of 0.01 to 0.03 changed by {stated.format(**change)}" in page
+    assert f"of 0.01 to 0.03, accuracy fell by {stated.format(**lost)}" in page
 
 
 def test_healthy_runs_are_silent_and_planted_faults_are_not():
@@ -143,7 +142,8 @@ def test_healthy_runs_are_silent_and_planted_faults_are_not():
     assert [row["warned"] or row["unexplained_k3"] for row in healthy] == [0] * 4
     real, page = rows[0], text_of("docs/rollout_correction.md")
     assert "SmolLM2-135M" in real["policy"] and real["explained_k3"] == real["k3"]
-    assert f"FP8 explains all of SmolLM2-135M's k3, {real['k3']:.3f} in this one generation" in page
+    explained = f"{real['k3']:.3f} in one generation of {real['mean_length']:.0f} tokens"
+    assert f"FP8 explains all of SmolLM2-135M's k3, {explained}" in page
     faults = [(row["fault"], row["seed"]) for row in rows if row["fault"] is not None and row["warned"]]
     assert len(faults) == len(set(faults)) == 12 * 3 and "Twelve planted faults, 3 seeds each" in page
     scoring = [row["scoring_k3"] > 1e-6 for row in rows if row["fault"] is not None]
