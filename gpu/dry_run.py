@@ -332,7 +332,7 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", polic
     )
     from trl_fp8.engine.vllm.scale_copies import fp8_attention_layers
     from trl_fp8.recipe.from_model import caches_of
-    from trl_fp8.recipe.outline import kv_layers
+    from trl_fp8.recipe.outline import kv_layers_of
 
     compilation = config.compilation_config
     found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name
@@ -345,7 +345,7 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", polic
     found.kernels = dict(fp8_kernels(engine))
     found.attention = dict(Counter(_attention_name(layer) for layer in attention_layers(engine).values()))
     found.kv_cache = config.cache_config.cache_dtype + (", q too" if quantizes_query(engine) else "")
-    cached = kv_layers(caches_of(policy.config.get_text_config()))
+    cached = kv_layers_of(caches_of(policy.config.get_text_config()))
     for check in (lambda: require_auditable(engine), lambda: fp8_attention_layers(engine, cached)):
         try:
             check()

@@ -319,6 +319,7 @@ def test_the_old_name_of_one_forward_is_taken_with_a_note_of_the_first_rank(capl
     [
         {"top_p": 0.9, "vllm_importance_sampling_correction": False},
         {"top_k": -1, "min_p": 0.0, "generation_kwargs": {"min_tokens": 0, "stop": ["\n"]}},
+        {"generation_kwargs": {"logit_bias": {}, "bad_words": []}},
         {"fsdp": True, "fsdp_config": {"version": 2}},
         {"vllm_engine_kwargs": {"enforce_eager": True, "logits_processors": [], "speculative_config": None}},
         {"vllm_engine_kwargs": {"spec_method": "ngram"}, "vllm_importance_sampling_correction": False},

@@ -73,7 +73,7 @@ _HOME = {  # public name -> module that defines it
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on its first use: importing TRL takes ten seconds, without which `--help` is quick."""
+    """Import a public name on its first use: importing TRL takes ten seconds, which `--help` saves."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .upstream.quiet import without_noise

@@ -1,7 +1,8 @@
 """`FP8GRPOConfig`: TRL's `GRPOConfig` plus the flags that say what is FP8.
 
 Some of TRL's flags get another default if anything is FP8. Such a flag defaults to None here, and `__post_init__`
-replaces None by TRL's default or by ours. So with every FP8 flag off the config equals TRL's, field for field.
+replaces None by TRL's default or by this package's. So with every FP8 flag off the config equals TRL's, field for
+field.
 """
 
 from dataclasses import MISSING, Field, dataclass, fields
@@ -31,7 +32,7 @@ PLACEHOLDER = "<HUB_TOKEN>"  # transformers' `to_dict` writes this in place of t
 
 @dataclass
 class FP8Config:
-    """Mixin of every FP8 config. A config lists its bases in this order: `FP8Config`, its groups of flags, TRL's."""
+    """Mixin of every FP8 config, whose bases are, in this order: `FP8Config`, its groups of flags, TRL's config."""
 
     REFUSED: ClassVar[dict[str, str]] = {}  # flag that the trainer of this config refuses -> reason
 
@@ -46,8 +47,8 @@ class FP8Config:
                 )
         for group in self.groups():
             group.resolve(self)
-        # A config that is made from another one's fields has `generation_batch_size` and `steps_per_generation`, of
-        # which TRL takes only one. A config that is made from `to_dict` has a placeholder as `hub_token`
+        # A config made from the fields of another one sets both `generation_batch_size` and `steps_per_generation`,
+        # but TRL takes only one. A config made from `to_dict` has a placeholder as `hub_token`
         batch_size = self.generation_batch_size
         steps = self.steps_per_generation
         if steps is not None:
@@ -63,8 +64,8 @@ class FP8Config:
             )
         for group in self.groups():
             group.check(self)
-        # What the defaults became under the user's flags: the run log lists every flag that differs from this. A
-        # second config to compare with is no alternative, because making one resets accelerate's state
+        # The values of the flags that the user did not change. The run log lists all flags that differ from them. It
+        # cannot compare with a second config instead, because making one resets accelerate's state
         self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in user_flags}
 
     @property
@@ -84,7 +85,7 @@ class FP8Config:
 
     @property
     def any_fp8(self) -> bool:
-        """Return whether weights or KV cache are FP8: a flag of `OFF_VALUES` has another value than there."""
+        """Return whether weights or KV cache are FP8, that is, a flag in `OFF_VALUES` differs from its value."""
         off_values = {name: off_value for group in self.groups() for name, off_value in group.OFF_VALUES.items()}
         return any(getattr(self, name) != off_value for name, off_value in off_values.items())
 
@@ -95,8 +96,8 @@ class FP8Config:
 
     @property
     def setting_against_full_pass(self) -> str | None:
-        """Return the setting, with its value, under which TRL's old-log-prob pass is left out or does not see every
-        token of the rollouts. None if it sees all.
+        """Return the setting, as `flag=value`, because of which TRL leaves out its old-log-prob pass or masks tokens
+        in it. None if the pass sees every token of the rollouts.
         """
         if not getattr(self, "vllm_importance_sampling_correction", True):
             return "vllm_importance_sampling_correction=False"

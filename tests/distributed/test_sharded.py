@@ -101,6 +101,13 @@ def test_weights_are_gathered_as_the_engine_holds_them(reports):
         assert sorted(report["gathered_bytes"]) == sorted([*expected * layers, *(2 * numbers for numbers in once)])
 
 
+def test_the_callback_compares_a_sharded_policy_with_its_engine(reports):
+    first, second = (report["sync_audit"] for report in reports)
+    for report in (first, second):
+        assert report["healthy"] == [] and report["tensors"] > 30 and report["tied"] == [False, True]
+    assert [line.split()[0] for line in first["wrong"]] == ["model.norm.weight"] and second["wrong"] == []
+
+
 def test_a_rank_without_memory_fails_the_sync_on_all_ranks_and_the_next_one_succeeds(reports):
     first, second = (report["failures"] for report in reports)
     refused = "the engine holds no complete policy"

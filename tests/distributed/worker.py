@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import patch
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -33,6 +34,7 @@ from testing.runs import arguments, dataset, recorded, reward_digits, rows, traj
 from testing.tiled_kernel import tiled_kernel, without_untiled  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
+from trl_fp8.engine.vllm.sync_audit import SyncAuditCallback  # noqa: E402
 from trl_fp8.engine.vllm_server.plugin import FOLDER  # noqa: E402
 from trl_fp8.export.file_checksums import verify_export  # noqa: E402
 from trl_fp8.features.shared_base.adapter_tensors import Slot  # noqa: E402
@@ -171,8 +173,8 @@ def train_and_lora(
     are flags for it: "base"; of `train_asynchronously`: "asynchronous"; against servers, see
     `train_against_a_server`: "served"; and of another checkpoint, see `best_and_resumed`: "mixture".
 
-    After the first, a rank fails in syncs ("failures"), then the policy is exported in FP8, and a fresh engine loads
-    that ("fresh").
+    After the first, the callback compares its engine ("sync_audit"), a rank fails in syncs ("failures"), then the
+    policy is exported in FP8, and a fresh engine loads that ("fresh").
     """
     first = make_trainer(folder, checkpoint, **flags)
     gathers = Gathers()
@@ -180,6 +182,7 @@ def train_and_lora(
     gathers.forget()
     first.vllm_generation.sync_weights()
     report = described(first) | gathers.report()
+    report["sync_audit"] = compared(first)
     report["failures"] = failed(first)
     report["export"] = exported(first, folder / "fp8")
     first.accelerator.wait_for_everyone()
@@ -197,6 +200,29 @@ def train_and_lora(
         train_against_a_server(folder / f"served_{options['fp8_weight_format']}", **options) for options in served
     ]
     return report | {"mixture": best_and_resumed(folder / "mixture", mixture, use_cpu=False, bf16=False)}
+
+
+def compared(trainer: FP8GRPOTrainer) -> dict:
+    """What `SyncAuditCallback` finds in a whole engine, in one of whose first rank a norm is wrong, and whether it
+    takes an output head for tied: one of other values than the embeddings, and one of theirs.
+    """
+    generation = trainer.vllm_generation
+    audit = SyncAuditCallback(trainer, on_difference="warn")
+    del generation.sync_weights, generation.generate  # other syncs of this worker are not audited
+    report = {"healthy": audit.audit(), "tensors": len(audit._digests)}
+    norm, head = (audit._layout.pieces[name] for name in ("model.norm.weight", "lm_head.weight"))
+    embeddings = generation.model.get_input_embeddings()
+    before = norm.of_engine().clone(), head.of_engine().clone()
+    if trainer.accelerator.is_main_process:
+        norm.of_engine().mul_(2)
+    report["wrong"] = audit.audit()
+    with patch.object(generation.model, "get_output_embeddings", lambda: embeddings):
+        report["tied"] = [audit._is_tied(head)]
+        head.of_engine().copy_(whole_weights(trainer)["model.embed_tokens.weight"])
+        report["tied"].append(audit._is_tied(head))
+    norm.of_engine().copy_(before[0])
+    head.of_engine().copy_(before[1])
+    return report
 
 
 def shared_base(folder: Path, checkpoint: str, lora: dict, **flags) -> dict:

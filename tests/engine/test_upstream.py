@@ -40,7 +40,7 @@ from trl_fp8.trainer import FP8GRPOTrainer
 from trl_fp8.upstream import patches
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.private_names import PRIVATE_NAMES
-from trl_fp8.upstream.vllm import forget_choices
+from trl_fp8.upstream.vllm import forget_choices, require_engine_arguments
 
 
 def test_an_engine_leaves_the_configs_of_transformers_alone():
@@ -235,3 +235,10 @@ def test_the_passes_that_replay_enters_take_these_arguments():
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     assert "torch.cat([prompt_ids, completion_ids], dim=1)" in source
     assert "logits_to_keep = completion_ids.size(1)" in source
+
+
+def test_each_unknown_engine_argument_is_named_with_its_nearest_name():
+    require_engine_arguments(["max_num_seqs", "model"])
+    text = "sets zzz, max_num_seq (did you mean max_num_seqs?), but vllm.LLM takes no such argument"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        require_engine_arguments(["zzz", "max_num_seq", "dtype"])

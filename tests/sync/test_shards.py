@@ -188,6 +188,13 @@ def test_other_shards_arrive_whole(tmp_path):
         with pytest.raises(GatherFailed, match="broke off on this rank.*no memory for a whole"):
             written(layout, gathered([("many.weight", mixed["many.weight"])], RECIPE, layout, CPU))
 
+        def lost(*args, **kwargs):
+            raise RuntimeError("Connection closed by peer")
+
+        shards.all_gather_into_tensor = lost
+        with pytest.raises(GatherFailed, match="broke off on this rank.*closed by peer"):
+            written(layout, gathered(in_rows(parameters, mesh), RECIPE, layout, CPU))
+
     on_ranks(sync, 2, tmp_path)
 
 

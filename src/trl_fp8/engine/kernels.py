@@ -1,9 +1,9 @@
-"""The engine's kernels, one method per part of a model, for a policy that computes its forward with them.
+"""The engine's kernels, one method per kind of module, for a policy that computes its forward with them.
 
 Most methods return or call one of the engine's own kernels, which works on the engine's own tensors, in BF16 and
-without gradients; four methods only describe the model (see `EngineKernels`). The part is looked up by the checkpoint
-name of the policy's module, or by the number of its decoder layer. A row's bits do not depend on the rest of the
-batch. A trainer's batch therefore gives the same bits that the engine computed when it decoded the same tokens.
+without gradients; four methods only describe the model (see `EngineKernels`). Their argument is the checkpoint name of
+the policy's module, or the number of its decoder layer. A row's bits do not depend on the rest of the batch. A
+trainer's batch therefore gives the same bits that the engine computed when it decoded the same tokens.
 
 Shape letters: T tokens, K in-features, N out-features, H heads, G key heads, D head size, R sequences, V vocabulary,
 E experts, k experts chosen for each token, P positions, F rotary angles.
@@ -29,11 +29,11 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Return the outputs of `layers` for x `[T, K]`, with their biases, side by side: `[T, sum of N]`.
 
-        The last dimension may be padded.
+        The engine may pad the last dimension.
         """
 
     def codes(self, layer: str) -> Float8Tensor | None:
-        """Return the FP8 weight `[N, K]` of one layer, codes and scales, as views of the engine's tensors.
+        """Return codes and scales of one layer's FP8 weight `[N, K]`, as views of the engine's tensors.
 
         None if the weight is not FP8.
         """
@@ -45,7 +45,9 @@ class Attention(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scales: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the output `[T, H, D]`, the log-sum-exp of each query's scores `[H, T]`, and rounded q, k and v.
+        """Return the output `[T, H, D]`, the log-sum-exp of each query's scores `[H, T]`, and (q, k, v), rounded.
+
+        The kernel rounds q, k and v as the engine does, before it computes with them.
 
         Args:
             query: `[T, H, D]`.
@@ -53,8 +55,6 @@ class Attention(Protocol):
             starts: `[R + 1]`, int32. The index of each sequence's first token, and T at the end.
             longest: The number of tokens of the longest sequence.
             scales: `[3]`, the scales of q, k and v for an FP8 cache; None for a BF16 cache.
-
-        The kernel rounds q, k and v as the engine does. The returned q, k and v are the rounded ones.
         """
 
     scaling: float  # factor of the scores q k
@@ -65,16 +65,16 @@ class Attention(Protocol):
 class EngineKernels(Protocol):
     """The kernels of one engine.
 
-    Methods raise `ValueError` if the engine lacks the part, or if this package does not know the part's kernel.
-    `angles`, `reference_activation`, `eps` and `scores` are read from the engine's model and call none of its kernels,
-    so they also work where a trainer cannot call those.
+    Methods raise `ValueError` if the engine lacks the module, or if this package does not know the module's kernel.
+    `angles`, `reference_activation`, `eps` and `scores` only read the engine's model and call none of its kernels, so
+    they also work where a trainer cannot call kernels.
     """
 
     def linear(self, layer: str) -> Linear:
         """Return the engine's linear layer that computes `layer` of the policy."""
 
     def norm(self, module: str) -> Callable[[Tensor], Tensor]:
-        """Return the norm as a function of x `[T, ..., N]`."""
+        """Return the norm, a function of x `[T, ..., N]`."""
 
     def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
         """Return a function: gate and up, concatenated, `[T, 2 N]` -> act(gate) * up `[T, N]`."""
@@ -113,7 +113,7 @@ class EngineKernels(Protocol):
         """Return the sampler's logits `[T, V]` for hidden states `[T, K]`, with the model's scaling and soft cap."""
 
     def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> AbstractContextManager[None]:
-        """Inside the block, call `note(layers, x, y)` after each linear layer of the engine's own forward.
+        """Call `note(layers, x, y)` inside the block after each linear layer of the engine's own forward.
 
         `layers` are the policy's layers (see `Linear`), `x` the input, `y` the output. A compiled engine runs no
         hooks, so `note` is never called.

@@ -7,19 +7,20 @@
             deliver(tensors)                    policy -> engine, and the proof that it arrived
             after_sync()                        features check the engine before anything is sampled from it
         generate(prompts)                   TRL or a rollout_func, ranks of one engine: once a turn
-            verify()                            nothing else has written to the engine since the delivery
+            verify()                            proof that nothing has written to the engine since the delivery
         (features read last_sync here)
         for each loss:
             send_weights()                  one forward, all ranks: if the policy has changed since it was last sent
                 deliver(tensors, prepare=False)
 
-All ranks call `send_weights` after a generation whose mismatch is explained (features/one_forward/explanation.py).
-Outside of the loop all ranks call `policy_tensors` for exports, and ranks of one engine call `prefill`. Ranks of
-different engines do not wait for each other in `generate`.
+`parts` are hooks of features (engine/vllm/part.py). A turn is one call of the engine in a conversation. All ranks also
+call `send_weights` before features/one_forward/explanation.py explains the mismatch of a generation. Outside of the
+loop all ranks call `policy_tensors` for exports, and ranks of one engine call `prefill`. Ranks of different engines do
+not wait for each other in `generate`.
 
-`trainer.vllm_generation` is the `RolloutEngine`; the smallest one is in `testing/fake_rollout_engine.py`.
-`InPlaceDelivery` is the `Delivery` that writes into an engine's tensors. Workers in other processes receive them in
-`Engine.arrive` (sync/delivery.py).
+`trainer.vllm_generation` is the `RolloutEngine`; `testing/fake_rollout_engine.py` has the smallest implementation.
+`InPlaceDelivery` (sync/delivery.py) is the `Delivery` that writes into an engine's tensors. Its `Engine.arrive` has
+workers in other processes take these tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -87,31 +88,30 @@ class Delivery(Protocol):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """An engine as `rollouts.py`, features and run/ use it. Its weights follow one policy, chosen at its start."""
+    """Interface of an engine for `rollouts.py`, features and run/. Its weights follow one policy from its start on."""
 
     numerics: EngineNumerics
     kernels: EngineKernels | None  # None if the trainer cannot call them
-    pinned: Mapping[str, str]  # arguments of `vllm.LLM` that were chosen by trial on this device
+    pinned: Mapping[str, str]  # arguments of `vllm.LLM` that trials on this device chose
     replicas: Replicas | None  # the ranks whose engines must hold the same bytes; None on one process
     last_sync: SyncReport | None  # `Delivery.last`
     audit_failures: int  # `Delivery.failures`
-    sync_metrics: Mapping[str, float]  # name in the log -> metric of the latest sync that `SyncReport` does not have
+    sync_metrics: Mapping[str, float]  # name in the log -> metric of the latest sync that is not in `SyncReport`
 
     def begin(self, occasion: Occasion, keep_weights: bool) -> None:
-        """Set what the next generation is for. The engine seeds its sampling with it.
+        """Set what the next generation is for. The engine seeds its sampling with `occasion`.
 
-        With `keep_weights` the engine will generate with the same weights again, so it keeps them when it sleeps
-        between two turns.
+        With `keep_weights` the next generation may need the same weights, so the engine keeps them when it sleeps.
         """
 
     def sync_weights(self) -> None:
-        """Before a generation: deliver the policy's weights and the carried value, which is computed anew.
+        """Deliver the policy's weights before a generation, with a newly computed `CarriedValue` (sync/records.py).
 
         Raises what `Delivery.deliver` raises.
         """
 
     def send_weights(self) -> None:
-        """Before a loss: deliver the policy's weights, and the carried value of the last sync unchanged."""
+        """Deliver the policy's weights before a loss, with the unchanged carried value of the last sync."""
 
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
@@ -123,7 +123,7 @@ class RolloutEngine(Protocol):
         """
 
     def prefill(self, tokens: list[int]) -> list[int]:
-        """Run the engine's layers over a sequence and return the sequence, on all ranks of an engine the first's."""
+        """Run the engine's layers over a sequence, and return it. All ranks of an engine run the first rank's."""
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         """Return the policy's `(checkpoint name, full tensor)` pairs, adapters merged, shards gathered. Collective."""

@@ -1,8 +1,8 @@
 """The features, which are optional, one folder each. Deleting a folder and its line here removes the feature.
 
-The trainer calls each hook of all features in this order. The run log comes after the KV cache, because it writes what
-the cache records, and before the correction, because it reads the ratio that a correction replaces. Truncated sampling
-comes last, because its output head replaces the one of one forward.
+For each hook the trainer calls all features in the order of `FOLDERS`. The run log comes after the KV cache, because
+it writes what the cache records, and before the correction, because it reads the ratio that a correction replaces.
+Truncated sampling comes last, because its output head replaces that of the feature one_forward.
 """
 
 from functools import cache

@@ -1,16 +1,16 @@
-"""A hook on the policy's attention: it reads the q, k, v that a KV cache gets, and passes on what the cache returns.
+"""A hook on the policy's attention. It reads the q, k, v that a KV cache gets, and passes on what the cache returns.
 
 transformers calls one attention function with q, k, v after normalization and RoPE, so with the k and v that an engine
-caches. The hook stands in front of that function. The parts in brackets are plugged in by features:
+caches. The hook runs in front of that function. Features plug in the parts in brackets:
 
     q, k, v  ->  [observer]  ->  [round trip under scales]  ->  attention          ->  [watcher]
                              ->  [replacement], which gets q, k, v and the scales  ->  [watcher]
 
-MLA caches a latent and the rotated part of the key, from which it expands k and v. So for MLA the hook also stands in
+MLA caches a latent and the rotated part of the key, from which it expands k and v. So for MLA the hook also runs in
 front of the expansion: the observer gets the latent as k and as v, and the latent's round trip uses k's scale.
 
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
-hook; eager attention has no entry in transformers' table and gets one of our own.
+hook. Eager attention has no entry in transformers' table, so this module registers one, `EAGER`.
 
 Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
 """
@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 from trl_fp8.recipe.from_model import caches_of
-from trl_fp8.recipe.outline import kv_layers
+from trl_fp8.recipe.outline import kv_layers_of
 
 from .model import decoder_input, transformers_model
 
@@ -44,9 +44,13 @@ _HOOKED: set[Callable] = set()  # registered attention functions that look for a
 
 class Observer(Protocol):
     def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor) -> None:
-        """Look at an attention call. `states` are q, k, v `[B, H, T, D]`, k and v as they are cached; tokens outside
-        of `real_BT` are padding (None: there is none); scores are multiplied by `scaling`. `key` is the k of
-        the scores: `states[1]`, except for MLA, where `states` has the latent.
+        """Observe an attention call.
+
+        Args:
+            states: q, k, v `[B, H, T, D]`, k and v as they are cached. For MLA k and v are the latent.
+            real_BT: False at padding; None: there is no padding.
+            scaling: Factor of the scores.
+            key: The k that q is multiplied by: `states[1]`, except for MLA.
         """
 
 
@@ -63,19 +67,19 @@ class Replacement(Protocol):
     ) -> Tensor:
         """Return the output `[B, T, H, D]` of q, k, v `[B, H, T, D]`.
 
-        The KV cache rounds them under `scales` `[3]` (None: it does not); `options` are the keywords that transformers
-        gives an attention function.
+        `scales` `[3]` are those of the KV cache that rounds q, k, v; None: nothing is rounded. `options` are the
+        keywords that transformers passes to an attention function.
         """
 
 
 class AttentionHook:
-    """A hook that stays on a policy, in any wrappers, until `remove`. With nothing plugged in it does nothing."""
+    """A hook on a policy, inside any wrappers, until `remove`. It does nothing while nothing is plugged in."""
 
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
         text = self.base.config.get_text_config()
         self.layers: int = text.num_hidden_layers
-        self.kv_layers = kv_layers(caches_of(text))  # numbers of the layers that cache k and v
+        self.kv_layers = kv_layers_of(caches_of(text))  # numbers of the layers that cache k and v
         # Scales of the simulated FP8 cache, fp32 `[L, 3]` on the model's device; None: no cache is simulated
         self.scales_L3: Tensor | None = None
         self.observer: Observer | None = None
@@ -85,7 +89,7 @@ class AttentionHook:
         self._note: Callable | None = None  # see `watched`
         self.skip(skip_layers)
         self._real_BT: Tensor | None = None  # False at padding; None: there is no padding
-        self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until its attention is called
+        self._latents: dict[int, Tensor] = {}  # MLA layer -> what it caches, between `_expand` and `attend`
         decoder = self.base.get_decoder()
         # Modules that transformers passes to the attention function, or to the cache, have this attribute. A layer
         # that calls no registered function is not hooked, and calibration then raises an error with its number.
@@ -96,7 +100,7 @@ class AttentionHook:
             setattr(module, _HOOK, self)
             if hasattr(module, "expand_kv"):
                 module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
-        # A vision-language model turns the padding mask into other masks before it calls its decoder
+        # Two hooks, because a vision-language model passes other masks than the padding mask to its decoder
         self._handles = (
             self.base.base_model.register_forward_pre_hook(self._note_padding, with_kwargs=True),
             decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -169,7 +173,7 @@ class AttentionHook:
         return self.base.device
 
     def stay_in_place(self) -> None:
-        """Stand in front of the function that attention calls now: `set_attn_implementation` may have set another."""
+        """Hook the function that attention calls now, because `set_attn_implementation` may have set another."""
         if self._hooked and self._used in (self._hooked, EAGER):  # EAGER: see `watched`
             return
         self.implementation = self._used
@@ -199,7 +203,7 @@ class AttentionHook:
         attention_mask: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the attention function `inner` behind the hook; q, k, v are `[B, H, T, D]`."""
+        """Call the attention function `inner` with all that is plugged in; q, k, v are `[B, H, T, D]`."""
         layer = module.layer_idx
         if self.observer is not None:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -264,7 +268,7 @@ class AttentionHook:
     def _use(self, implementation: str) -> None:
         """Set the attention implementation of the language model alone.
 
-        The towers of images and sounds may have another one: a string in place of the dictionary would set all.
+        Towers of images and sounds may have another one, which a string in place of the dictionary would replace.
         """
         config = self.base.config
         text = config.get_text_config()

@@ -1,10 +1,10 @@
-"""Questions to the trained model and its processor, and the repair of a model from a quantized checkpoint.
+"""Properties of the trained model, and repairs of its processor and of a model from a quantized checkpoint.
 
 A policy that starts from an FP8 checkpoint such as Qwen3-8B-FP8, or from GPT-OSS with its experts in MXFP4, is trained
 and saved in high precision. Without help transformers 5.17 does not do that. On a GPU it keeps the quantized weights,
-which cannot be trained. And where it dequantizes, `save_pretrained` reverts that, incorrectly: a model from FP8 is
-saved with every matrix in FP8, embeddings and output head included; of a model from MXFP4 the experts of one layer are
-saved, under no name of the model. `quantization_config` is dropped in both cases, so that the saved model loads as
+which cannot be trained. Where it dequantizes, `save_pretrained` reverts that incorrectly. A model from FP8 is saved
+with every matrix in FP8, embeddings and output head included. A model from MXFP4 is saved with the experts of only one
+layer, under names that it does not have. `quantization_config` is dropped in both cases, so the saved model loads as
 noise. Experts from MXFP4 are in BF16, whatever dtype was requested.
 """
 
@@ -75,9 +75,9 @@ def dequantizing_config(
 
 
 def require_countable_experts(model: nn.Module, coefficient: float | None) -> None:
-    """Raise `ValueError` if TRL 1.16 would balance the load of experts whose number it does not find.
+    """Raise `ValueError` if TRL 1.16 would compute a load-balancing loss without finding the number of experts.
 
-    `coefficient` is the flag router_aux_loss_coef. None: the coefficient in the model's config.
+    `coefficient` is the flag router_aux_loss_coef. None: the one in the model's config counts.
     """
     config = transformers_model(model).config.get_text_config()
     coefficient = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
@@ -89,7 +89,7 @@ def require_countable_experts(model: nn.Module, coefficient: float | None) -> No
 
 
 def in_high_precision(model: nn.Module) -> None:
-    """Give a dequantized policy one dtype, and make `model.save_pretrained` write it as it is.
+    """Give a dequantized policy one dtype, and keep `model.save_pretrained` from quantizing it.
 
     Raises `ValueError` if the policy has FP8 weights.
     """
@@ -100,6 +100,7 @@ def in_high_precision(model: nn.Module) -> None:
             "name to the trainer, or load it with quantization_config=FineGrainedFP8Config(dequantize=True)."
         )
     base = transformers_model(model)
+    # Drop the conversions that read scales: they dequantized the checkpoint, and save_pretrained would revert them
     conversions = getattr(base, "_weight_conversions", None) or []
     remaining = [each for each in conversions if not any(name.endswith(_SCALES) for name in each.source_patterns)]
     if len(remaining) < len(conversions):

@@ -1,6 +1,6 @@
 """Loading of a checkpoint's weights into the model that a run trains.
 
-Some tensors have other names in a checkpoint than in the model: the experts of a mixture, all of Gemma 3 with images.
+Some tensors have other names in a checkpoint than in the model: experts, and all tensors of Gemma 3 with images.
 transformers 5.17's Trainer loads with `load_state_dict(strict=False)`, which skips them silently. Here transformers'
 own loader renames and fuses tensors, as in `from_pretrained`, and each result is copied into the existing parameter.
 
@@ -30,7 +30,7 @@ _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable of transf
 
 
 def weight_files(folder: str | Path) -> list[str]:
-    """Return the weight files that `save_pretrained` wrote to `folder`; empty if it has none."""
+    """Return the weight files that `save_pretrained` wrote to `folder`; empty if there are none."""
     for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
         if Path(folder, name).exists():
             return [str(Path(folder, name))]
@@ -62,7 +62,7 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
 
     options = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
     # The loader stores in `_weight_conversions` how it converted names and shapes, and save_pretrained reverts these
-    # conversions. Keep those with which the model was first loaded, so that it is saved in that form
+    # conversions. Keep the conversions of the model's first load, so that it is saved in the form of that checkpoint
     own_conversions = getattr(model, "_weight_conversions", None)
     previous_value = os.environ.get(_NO_READING_AHEAD)
     os.environ[_NO_READING_AHEAD] = "1"

@@ -1,10 +1,10 @@
-"""Replacement of what a policy computes, in place: by a module, by one function, by its output head.
+"""Replacements, in place, of what a policy computes: in a module, in one function, in its output head.
 
 `swap` exchanges the class of a module. The module stays the same object, and so do its parameters, names, state dict,
 hooks, PEFT wrappers and sharding.
 
-`own_gradient` returns the engine's value with the gradient of the policy's own function. It is the straight-through
-estimator for everything but large GEMMs.
+`own_gradient` returns the engine's value with the gradient of the policy's own function, a straight-through estimator.
+It serves all operations except large GEMMs.
 
     forward    y = engine(x)                                  on the engine's tensors; only x is saved for the backward
     backward   d policy(x, parameters) / d (x, parameters)    of the policy's own, unquantized computation, in FP32
@@ -49,7 +49,7 @@ class HoldsCodes:
     dtype of the hidden states.
     """
 
-    codes: Float8Tensor | dict[str, Float8Tensor] | None  # experts: by parameter; None before the engine has them
+    codes: Float8Tensor | dict[str, Float8Tensor] | None  # dict: of experts, by parameter; None: not in the engine yet
 
 
 class Swapper:
@@ -68,7 +68,7 @@ def release(model: nn.Module) -> None:
 
 
 def swap(module: nn.Module, mixin: type, **attributes: object) -> None:
-    """Put `mixin` before the class of `module`, which stays reachable as `self.before`, and set `attributes`."""
+    """Give `module` a class with the bases `mixin` and its own class (`before`), and set `attributes` on it."""
     module.__class__ = _swapped(mixin, type(module), tuple(attributes))
     module.__dict__.update(attributes)
 
@@ -138,7 +138,7 @@ class _OwnGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         saved = ctx.saved_tensors
-        is_needed = ctx.needs_input_grad[3:]  # after engine, policy and dtype
+        is_needed = ctx.needs_input_grad[3:]  # without engine, policy and dtype
         needed = [number for number, need in enumerate(is_needed) if need]
         inputs = list(saved)
         for number, tensor in enumerate(saved):
@@ -158,5 +158,5 @@ class _OwnGradient(torch.autograd.Function):
 
 
 def scored_by(head: object) -> AbstractContextManager[None]:
-    """Replace TRL's fused output head by `head` inside the block. TRL calls its `apply` only."""
+    """Replace TRL's fused output head by `head` inside the block. TRL calls only `head.apply`."""
     return substituted(trl_utils, "_ChunkedLogProbFunction", head)

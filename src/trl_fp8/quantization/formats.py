@@ -12,15 +12,15 @@ BLOCK = 128  # side of a weight's block, and length of an activation's group
 # return NaN if these scales are tiny (flashinfer#2595: blocks of dead experts). A block below this floor adds nothing
 # to a sum with a normal block
 WEIGHT_AMAX_FLOOR = 1e-12
-# The same floor in vLLM's activation kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu). It only keeps an
+# Floor of activations in vLLM's kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu). It only keeps an
 # all-zero group from dividing by zero: an amax that matters is larger
 ACTIVATION_AMAX_FLOOR = 1e-10
-# Some kernels clamp the scale instead of the amax, to 1 / (448 * 512), which is the scale of this amax: vLLM's torch
-# path (QuantFP8.forward_native) and its fused activation function and quantization (silu_and_mul_per_block_quant)
+# Some of vLLM's kernels clamp the scale instead, to at least 1 / (448 * 512), the scale of an amax of 1 / 512: the
+# torch path (QuantFP8.forward_native) and the fused activation and quantization (silu_and_mul_per_block_quant)
 FLOORED_SCALE_AMAX = 1 / 512
-# The same floor in vLLM's MXFP8 quantizer (mxfp8_utils.py), because 2^-127 is the smallest e8m0 number
+# Floor of activations in vLLM's MXFP8 quantizer (mxfp8_utils.py): 2^-127 is the smallest scale, an e8m0 number
 E8M0_AMAX_FLOOR = 448 * 2.0**-127
-# Part of the keys of checksums (codec/digest.py), which multiply word (r, c) by 2 (r + c COLUMN_STEP) + 1. Any large
+# Checksums (codec/digest.py) multiply the word in row r and column c by the key 2 (r + c COLUMN_STEP) + 1. Any large
 # odd int64 will do
 COLUMN_STEP = 0x1E3779B97F4A7C15
 
@@ -61,25 +61,26 @@ class FormatSpec:
     weight_block: tuple[int, int] | None  # rows and columns that share a scale; None: the whole weight
     activation_group: int | None  # number of a token's elements that share a scale; None: all of them
     weight_amax_floor: float  # smallest amax that a weight's scale is made from
-    scale_suffix: str  # appended to a weight's name, it names the scales, in checkpoints and in vLLM
+    scale_suffix: str  # a weight's name with this suffix is that of its scales, in checkpoints and in vLLM
     alignment: int  # both sides of each weight's shard must be multiples of it
-    requirement: str  # the same in words, after "shards that"
-    # Names of vLLM's kernels that are allowed: they keep no copies of weight or scales, and compute each row by itself
+    requirement: str  # what `alignment` and `smallest_side` demand, in words: "shards that ..."
+    # Names of vLLM's kernels that are allowed. They read weight and scales anew in each call, so that a sync reaches
+    # them, and compute each row by itself
     kernels: tuple[str, ...]
     readers: str  # a sentence for the model card: which libraries load a checkpoint of the format
     linear_backend: str | None = None  # vLLM's `linear_backend` on CUDA; None: the fastest one (engine/vllm/gemms.py)
-    capability: tuple[int, int] = FIRST_CAPABILITY  # of the first GPUs whose tensor cores multiply with the format
-    # Smallest side that the kernel on CUDA takes, of a shard with all layers that vLLM fuses into it
+    capability: tuple[int, int] = FIRST_CAPABILITY  # compute capability of the first GPUs that multiply in the format
+    # Smallest side that the kernel on CUDA takes, of a rank's shard with all layers that vLLM fuses into one
     smallest_side: int = 1
     scale_copies: int = 1  # how many copies of the scales an engine holds
     gemm_backends: tuple[str, ...] = ("fake_quant",)  # values of fp8_gemm_backend that compute with the format
-    # In an FP8 backward: number of elements of a gradient, or of an activation along the tokens, that share a scale
+    # Number of elements that share a scale in an FP8 backward: of a gradient, or of an activation along the tokens
     gradient_group: int = BLOCK
     scale_formats: tuple[ScaleFormat, ...] = SCALE_FORMATS  # values of fp8_scale_format that the format can have
     # torch's name of the dtype in which engines and checkpoints hold a scale; "uint8": the exponent of an e8m0 number
     scale_dtype: str = "float32"
     quant_method: str = "fp8"  # name of the format in a checkpoint's config.json
-    kept_key: str = "modules_to_not_convert"  # entry of that config that names the modules in high precision
+    kept_key: str = "modules_to_not_convert"  # entry of `quantization_config` that lists modules in high precision
     weight_transposed: bool = False  # whether vLLM holds the weight as `[K, N]`
     why_no_experts: str | None = None  # why experts stay in high precision; None: they can be FP8
     why_no_start: str | None = None  # why no policy can start from such a checkpoint, after "with"; None: it can
@@ -164,8 +165,8 @@ BLOCKS = FormatSpec(
 )
 # vLLM's `fp8` without blocks. vLLM loads q, k, v (and gate, up) into one parameter with one scale. If their scales
 # differ, it dequantizes the weights to FP16 and quantizes them again with the largest scale. Here the fused weights
-# share the largest scale from the start. It is at least FP16's smallest normal number, so both of vLLM's steps are
-# exact, and an engine that loads a checkpoint holds the bytes of a sync (tests/quantization/test_tensor_format.py)
+# share the largest scale from the start. That scale is at least FP16's smallest normal number, so both of vLLM's steps
+# are exact, and an engine that loads a checkpoint holds the bytes of a sync (tests/quantization/test_tensor_format.py)
 TENSOR = FormatSpec(
     name="tensor",
     description="e4m3 per tensor",
@@ -223,6 +224,6 @@ def format_named(name: str) -> FormatSpec:
 
 
 def format_stored(weight_block: Sequence[int] | None) -> FormatSpec | None:
-    """Return the format of a checkpoint with this `weight_block_size` (None: one scale per weight), or None."""
+    """Return the format of a checkpoint with this `weight_block_size` (None: one scale per weight). None: unknown."""
     block = tuple(weight_block) if weight_block else None
     return next((spec for spec in FORMATS.values() if spec.weight_block == block), None)

@@ -2,12 +2,12 @@
 
     sent:    a checksum of this rank's part of each tensor, made while the writer computed the part (writer.py)
     held:    the same checksum of the engine's parameter, read back
-    verdict: sent and held are compared on the host. An error names tensors that differ, are missing, were never sent,
-             or differ between ranks (with which ranks would train on rollouts of different policies)
-    seal:    the checksums of the engine, with which later checks compare new ones before anything is sampled
+    verdict: sent and held are compared on the host. An error names tensors that differ, are missing or were never
+             sent, or that differ between ranks, which would then train on rollouts of different policies
+    seal:    the engine's checksums are kept, and compared with new ones before anything is sampled
 
-A wrong `Layout` would pass, because writing and reading share it. So its names and shapes are compared with the policy
-at the start, and tests compare it with vLLM's own loader.
+A wrong `Layout` would pass, because writing and reading share it. So policy_checks.py compares its names and shapes
+with the policy at the start, and tests compare it with vLLM's own loader.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ ReduceMax = Callable[[torch.Tensor], None]  # replaces a tensor by its maximum o
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ranks of a job, by tensor parallel rank. Ranks with the same one hold the same part of the policy."""
+    """The ranks of a job. Engines of ranks with the same tensor parallel rank hold the same part of the policy."""
 
     rank: int  # rank of this process
     tensor_parallel_size: int  # number of consecutive ranks that share one engine
@@ -34,8 +34,8 @@ class Replicas:
     reduce_max_of_engine: ReduceMax | None = None  # over the ranks of this rank's engine; None: it has only this rank
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the largest and the smallest of each of the int64 `values` `[n]` over the ranks that hold the same
-        part, `[2, n]`. Collective of all ranks.
+        """Return the maxima and the minima `[2, n]` of the int64 `values` `[n]` over the ranks that hold the same part
+        of the policy. Collective of all ranks.
         """
         # One reduction serves all parts. Each tensor parallel rank has a slot, in which other ranks leave the smallest
         # int64
@@ -65,9 +65,9 @@ def audit(
     Waits for the device once. With `replicas` it is a collective that also compares the checksums over ranks.
 
     Args:
-        carried: Name of the value that the delivery carries beside the weights -> its checksum. The same names in the
-            same order on all ranks. Compared over ranks only.
-        carried_arrived: Whether this value is in the engine on this rank.
+        carried: Name of the `CarriedValue` (records.py) -> its checksum; empty without one. All ranks pass the same
+            names. Compared over ranks only, because `CarriedValue.verify` has read the engine.
+        carried_arrived: Whether `CarriedValue.verify` found the value in the engine on this rank.
 
     Raises:
         RuntimeError: Tensors differ; the message names them.
@@ -98,7 +98,7 @@ def audit(
         "were sent but are not in the engine": written.unknown,
     }
     cause = "The ranks hold different policies: look for what changes weights on some ranks only."
-    if any(problems.values()):
+    if any(problems.values()):  # otherwise each engine holds what its rank sent, so the ranks sent different tensors
         cause = "This is a defect of the sync, not of your data."
     extremes = zip(labels, largest, smallest, strict=True)
     problems["are not the same on every rank"] = [label for label, most, least in extremes if most != least]

@@ -4,12 +4,12 @@
                -> verify the carried value -> audit] -> reset prefix cache
     generate:  require_whole -> verify that nothing has written to the engine since
 
-The *carried value* goes to the engine beside the weights (scales of an FP8 KV cache, see `CarriedValue`).
+The *carried value* goes to the engine beside the weights (scales of an FP8 KV cache, see records.py).
 
 An error inside the brackets leaves an engine that holds parts of two policies, so `require_whole` raises until a
-delivery succeeds. All ranks raise such an error together, after they repeated a failed write once if the failure was a
-RuntimeError. An error outside of the brackets is raised by one rank alone, which enters no further collective. The
-other ranks wait in theirs until the launcher ends the job.
+delivery succeeds. All ranks raise such an error together. If a write fails with a RuntimeError, they first repeat it
+once. An error outside of the brackets is raised by one rank alone, which enters no further collective. The other ranks
+wait in the next collective until the launcher ends the job.
 
 Ranks deliver together, but they generate independently: with tools one rank takes more turns than another. So only the
 ranks that share an engine call `verify` as a collective.
@@ -42,18 +42,18 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """An engine that is written in place. A delivery calls its methods in this order. They raise `RuntimeError`."""
+    """An engine that is written in place. A delivery calls its methods in this order. Failures are `RuntimeError`s."""
 
-    layout: Layout  # where its weights are
+    layout: Layout  # the places of its weights
 
     def wake(self) -> bool:
-        """Allocate the weights' memory again if the engine sleeps. Return whether their contents are lost."""
+        """Allocate the weights' memory again if the engine sleeps. Return whether the weights' values are lost."""
 
     def arrive(self) -> None:
-        """Have workers in other processes take what was written. Repeated once after an error, with the write."""
+        """Make workers in other processes copy what was written. If it fails, write and call are repeated once."""
 
     def reset_prefix_cache(self) -> None:
-        """Drop what was computed with earlier weights."""
+        """Drop everything in caches that was computed with earlier weights."""
 
 
 @dataclass
@@ -64,9 +64,9 @@ class TensorGroup:
     tensors: Tensors | None  # source of the tensors for all of `layout` except buffers; None until `deliver` sets it
     one_by_one: bool = False  # whether the source may change a tensor when it yields the next one, see `Writer`
     survives_sleep: bool = False  # whether the engine restores the tensors itself when it wakes
-    seal: list[int] | None = None  # checksums of the audited tensors; None unless the engine holds the policy's
-    audited: Layout | None = None  # the tensors to audit after a write, if other groups arrive with it; None: `layout`
-    fp8_weights: int = 0  # this and the next two are of the last write, as in `SyncReport`
+    seal: list[int] | None = None  # checksums of the audited tensors; None: the engine may not hold the policy's
+    audited: Layout | None = None  # what to audit after a write with which other groups arrive; None: `layout`
+    fp8_weights: int = 0  # of the last write, like the next two fields; see `SyncReport`
     weight_relative_error: float = 0.0
     dead_blocks: dict[str, int] = field(default_factory=dict)
 
@@ -92,10 +92,10 @@ class InPlaceDelivery:
         *,
         frozen: Sequence[TensorGroup] = (),  # not trained, so written once, with the first delivery or before
         one_by_one: bool = False,  # see `Writer`
-        # Whether frozen groups that were written reach the engine only with the trained tensors, in `Engine.arrive`.
-        # They are audited together then
+        # Whether a write puts tensors into staging buffers, from which `Engine.arrive` takes them. Frozen groups then
+        # arrive with the trained tensors, and all are audited together
         staged: bool = False,
-        replicas: Replicas | None = None,  # the ranks whose engines must hold the same; None on one process
+        replicas: Replicas | None = None,  # the ranks whose engines must hold the same policy; None on one process
         carried: CarriedValue | None = None,
     ):
         self._engine = engine
@@ -122,8 +122,8 @@ class InPlaceDelivery:
             prepare: Whether to compute the carried value anew. False: the last value is sent again.
 
         Raises:
-            ValueError: The carried value cannot be computed from the policy. The engine still holds the last policy,
-                unless it lost that in its sleep. Or the policy holds NaN or infinities, which showed in the write.
+            ValueError: The carried value cannot be computed from the policy; the engine still holds the last policy,
+                unless it lost that in its sleep. Or the write found NaN or infinities in the policy.
             RuntimeError: Writing (tried twice) or the audit failed, on this rank or another.
             GatherFailed: A gather failed. Raised on this rank alone, which must enter no further collective.
         """
@@ -144,9 +144,8 @@ class InPlaceDelivery:
             try:
                 self.carried.prepare()
             except ValueError:
-                # The usual reason is a weight that is not finite, and this error names the weight. It uses no
-                # collective, because other ranks may still wait in one of `prepare`. They would take a tensor of this
-                # error for one of `prepare`
+                # The usual reason is a weight that is not finite, which this check names. It uses no collective: other
+                # ranks may still wait in a collective of `prepare`, and would take one of this check for it
                 require_finite(self._model)
                 raise
         prepare_seconds = time.perf_counter() - prepare_start
@@ -159,7 +158,7 @@ class InPlaceDelivery:
             self._trained.seal = None
             raise
         groups = self._groups
-        sent = [*unsealed, self._trained]
+        sent = [*unsealed, self._trained]  # if staged, the seal of the trained group covers all groups
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
             quantize_seconds=quantize_seconds,
@@ -174,10 +173,10 @@ class InPlaceDelivery:
         return self.last
 
     def repeat(self) -> None:
-        """Have an engine that was started again take what was written last, and prove that it did. No collective.
+        """Make a restarted engine take the tensors of the latest delivery, and prove that it did. No collective.
 
         Raises:
-            RuntimeError: The latest delivery did not succeed, the engine does not answer, or it holds something else.
+            RuntimeError: The latest delivery failed, the engine does not answer, or it holds other tensors.
         """
         self.require_whole()
         self._engine.arrive()
@@ -240,7 +239,7 @@ class InPlaceDelivery:
             raise RuntimeError("another rank's part of the engine has changed since the last sync: see its log.")
 
     def _error_if_changed(self, group: TensorGroup) -> RuntimeError | None:
-        """Return an error that names what changed in a group on this rank since it was sent; None if nothing did."""
+        """Return an error that names the tensors of a group that changed on this rank since the sync, or None."""
         try:  # `Layout.changed` raises, too, if a parameter was replaced by one of another shape
             changed = group.sealed.changed(group.seal)
             if changed:
@@ -256,13 +255,13 @@ class InPlaceDelivery:
             return error
 
     def _write(self, group: TensorGroup, carried: CarriedValue | None) -> Writer:
-        """Write weights and the carried value, on all ranks. All ranks write once more if one had a RuntimeError."""
+        """Write a group and the carried value. If any rank has a RuntimeError, all ranks write once more."""
         for is_last in (False, True):
             # Free a failed attempt first: its error keeps tensors alive, and it may have failed for lack of memory
             writer = error = None
             writer = Writer(group.layout, self._recipe, one_by_one=group.one_by_one)
             error = self._write_once(group, writer, carried)
-            severity = 0  # 0: success; 1: an error that another attempt may not have; 2: any other error
+            severity = 0  # 0: success; 1: an error that may not occur again; 2: any other error
             if error is not None:
                 severity = 1 if isinstance(error, RuntimeError) else 2
             [worst] = self._largest([severity], self._reduce_max)
@@ -274,11 +273,11 @@ class InPlaceDelivery:
             logger.warning(f"weight sync failed and is repeated once: {error}")
 
     def _largest(self, codes: list[int], reduce_max: ReduceMax | None) -> list[int]:
-        """Return each code's maximum over the ranks of `reduce_max` (None: this rank alone). The host waits for it."""
+        """Return each code's maximum over the ranks of `reduce_max` (None: this rank alone). Waits for the device."""
         if reduce_max is None:
             return codes
-        # The backend can reduce tensors on the engine's device. The policy may still be on the host, before FSDP2
-        # shards it
+        # The backend can reduce tensors on the engine's device, but maybe not on the policy's: before FSDP2 shards it
+        # the policy may be on the host
         tensor = next(iter(self._trained.layout.held.values()))
         largest = torch.tensor(codes, device=tensor.device)
         reduce_max(largest)
@@ -307,7 +306,7 @@ class InPlaceDelivery:
             return error
 
     def _prove(self, group: TensorGroup, writer: Writer, carried: CarriedValue | None) -> list[int]:
-        """Return the seal of what was written; raise `RuntimeError` if anything did not arrive on any rank."""
+        """Return the seal of what was written. Raise `RuntimeError` if some rank's engine lacks any of it."""
         failure = None
         try:
             if carried:
@@ -316,7 +315,7 @@ class InPlaceDelivery:
             failure = error
         digests = {carried.name: carried.digest()} if carried else {}
         try:
-            if group.audited is not None:  # frozen groups were staged before, and arrived with this one
+            if group.audited is not None:  # `staged`: frozen groups were written before, and arrived with this one
                 for frozen in self.frozen:
                     sums = torch.tensor(frozen.seal, device=next(iter(frozen.layout.held.values())).device)
                     writer.sums.update(zip(frozen.layout.names, sums.unbind(), strict=True))

@@ -23,7 +23,7 @@ class Span:
     whole: int | None = None  # the size that the dim must have; None: any size
 
     def blocks(self, block: int) -> "Span":
-        """Return the span counted in blocks: the scales of these elements. `start` is a multiple of `block`."""
+        """Return the span of these elements' scales, each for `block` elements. `start` is a multiple of `block`."""
         whole = None if self.whole is None else -(-self.whole // block)  # -(-a // b) rounds up
         return Span(self.start // block, -(-self.size // block), whole)
 
@@ -62,9 +62,9 @@ class Piece:
     module: nn.Module
     attribute: str  # name of the engine parameter in `module`
     dtype: torch.dtype  # dtype of the engine parameter
-    # For each dim of the checkpoint tensor, this rank's span of it; None: the whole dim. Missing dims are whole
+    # This rank's span of each dim of the checkpoint tensor; None, or no entry: the whole dim
     sent: tuple[Span | Joined | None, ...] = ()
-    in_engine: tuple[Span | None, ...] = ()  # the same for the engine parameter: the place of the part
+    in_engine: tuple[Span | None, ...] = ()  # the part's span of each dim of the engine parameter, likewise
     # (dim, count): this dim is seen as [count, size / count], such as gate and up, and `sent` and `in_engine` have a
     # span for each of these two dims. For an example see engine/vllm/layout.py
     equal: tuple[int, int] | None = None
@@ -72,8 +72,8 @@ class Piece:
     # Whether the checkpoint tensor is `[..., K, N]` and the engine parameter `[..., N, K]`. `sent` then refers to
     # `[..., N, K]`
     sent_transposed: bool = False
-    zero: bool = False  # whether this rank holds zeros instead of its part
-    # Computes the tensor from others that the engine was sent. None: it is sent itself
+    zero: bool = False  # whether this rank holds zeros: a bias of outputs that ranks add up is held by one rank
+    # Computes the tensor from others that the engine was sent. None: this tensor is sent
     derived: Callable[[], torch.Tensor] | None = None
 
     @property
@@ -89,13 +89,13 @@ class Piece:
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a checkpoint tensor: a view unless `is_copied` or `zero`.
 
-        `ValueError` if the checkpoint tensor has another size than the engine expects.
+        Raises `ValueError` if the checkpoint tensor has another size than the engine expects.
         """
         part = self._cut(tensor.mT if self.sent_transposed else tensor, self.sent)
         return torch.zeros_like(part) if self.zero else part
 
     def place(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Copy this rank's part to its place in a whole checkpoint tensor: the inverse of `of_sent`."""
+        """Copy `part`, this rank's, to its place in a checkpoint tensor `whole`: the inverse of `of_sent`."""
         for dim, joined in enumerate(self.sent):
             # A `Joined` part is no view of `whole`, so each of its spans is placed by itself, with its start counted
             # from the start of the whole dim
@@ -135,7 +135,7 @@ class Piece:
 class Layout:
     """All pieces of an engine on this rank."""
 
-    blame = ""  # appended to errors that name tensors; `StagedLayout` says here which server differs
+    blame = ""  # appended to errors that name tensors; engine/vllm_server/staged_engine.py names the server here
 
     def __init__(self, pieces: Iterable[Piece]):
         pieces = list(pieces)
@@ -172,8 +172,8 @@ class Layout:
     def _refresh(self) -> None:
         """Rebuild the views in `_held` and the table of their addresses if a parameter was moved or replaced.
 
-        A view of a parameter that was replaced still holds what was sent, so it would prove nothing. Comparing
-        addresses costs far less than cutting hundreds of pieces.
+        An old view of a replaced parameter still holds what was sent, so its checksum would prove nothing. Comparing
+        addresses costs far less than making hundreds of views anew.
         """
         parameters = [piece.parameter for piece in self.pieces.values()]
         places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in parameters]

@@ -1,5 +1,5 @@
-"""Checks of a policy before an engine follows it: vLLM can load its type from its path, ties the same embeddings and
-holds the same tensors, and all values are finite.
+"""Checks of a policy before an engine gets it. vLLM must be able to load its type from its path, tie the same
+embeddings and hold the same tensors. All values must be finite.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from .shards import local_part
 
 
 def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
-    """Raise `ValueError` for a policy that no engine can follow, without starting one."""
+    """Raise `ValueError` for a policy that no engine can serve. Starts none. For `resolve` see recipe/servable.py."""
     peft_configs = model.peft_config.values() if is_peft_model(model) else ()
     for config in peft_configs:
         if config.is_prompt_learning or config.is_adaption_prompt:
@@ -67,8 +67,8 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
     message names some of them.
     """
     # Without this check the first sync would fail. Its error could not say whether vLLM holds this model differently
-    # or whether a tensor was lost
-    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}  # shape and dtype; None: it is rounded to the engine's
+    # or whether a tensor was lost. dtype None: any, because a sync rounds the tensor to the engine's dtype
+    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}  # name in the engine -> shape, dtype
     for name, shape in outline_of(model).parameters.items():
         fp8 = name in recipe.fp8_tensors
         sent[recipe.engine_name(name)] = shape, E4M3 if fp8 else None
@@ -92,7 +92,9 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
 
 
 def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
-    """Describe the difference between the engine's tensor and the tensor that is sent; None if that can be written."""
+    """Return what differs between the engine's tensor and the tensor that is sent; None if the latter fits, dims of
+    size 1 apart.
+    """
     piece = layout.pieces[name]
     target = piece.of_engine()
     try:
@@ -105,7 +107,7 @@ def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Raise `ValueError` naming parameters and persistent buffers that are not finite in the engine's BF16.
+    """Raise `ValueError` naming parameters and persistent buffers that are not finite once they are rounded to BF16.
 
     Reads every parameter (under FSDP2 and ZeRO-3 this rank's shard) once and waits for the device once. `reduce_max`
     replaces a tensor by its maximum over ranks. With it all ranks raise or none does; a rank that continued alone
@@ -113,8 +115,8 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     """
     tensors = [*model.named_parameters(), *persistent_buffers(model)]
     named = [(name, local_part(tensor)) for name, tensor in tensors if tensor.is_floating_point()]
-    # If there is NaN or infinity, an extreme is not finite; a norm would take 15 times as long on CPU. The extremes
-    # are rounded to BF16, where a finite FP32 number may be infinite
+    # A tensor with NaN or infinity has an extreme that is not finite; a norm would take 15 times as long on CPU. The
+    # extremes are rounded to BF16 as for the engine, because a finite FP32 number may be infinite there
     extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for _, t in named]
     bad = (~torch.isfinite(torch.stack([pair.bfloat16() for pair in extremes]))).any(1).float()
     if reduce_max is not None:

@@ -1,4 +1,4 @@
-"""Records of a delivery: the tensors to send, the value carried beside them, the report; and what rollouts are for."""
+"""Types of a delivery: the source of tensors, the value sent beside them, the report; and a generation's purpose."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ class CarriedValue(Protocol):
     """A value that a delivery writes beside the weights (scales of an FP8 KV cache). It is the same on every rank."""
 
     name: str  # its name in an audit and a `SyncReport`
-    value: object  # the value to send, after a delivery the one that the engine holds; None: nothing to send yet
+    value: object  # the value to send; after a delivery the engine holds it. None: nothing to send yet
 
     def prepare(self) -> None:
         """Compute `value` anew from the policy's current weights. May be a collective.
@@ -37,8 +37,8 @@ Tensors = Callable[[], AbstractContextManager[Iterator[SentTensor]]]
 
 
 class Occasion(NamedTuple):
-    """Purpose of a generation. With the number of the call it seeds the sampling, so a resumed run samples what an
-    uninterrupted one does.
+    """Purpose of a generation. It and the number of the engine's call seed the sampling, so a resumed run samples what
+    an uninterrupted run does.
     """
 
     run_seed: int
@@ -50,7 +50,7 @@ class Occasion(NamedTuple):
 class SyncReport:
     """Report of one finished sync."""
 
-    seconds: float  # wall time, of which the next two are parts
+    seconds: float  # wall time of the whole sync, including the next two
     quantize_seconds: float  # quantizing and writing, as the host sees it; on a GPU the device may still be at work
     prepare_seconds: float  # computing the carried value
     audited_tensors: int  # number of tensors that were read back and compared
@@ -59,4 +59,4 @@ class SyncReport:
     # sqrt(sum of squared quantization errors / sum of squared weights), over a sample of this rank's rows
     weight_relative_error: float
     dead_blocks: dict[str, int]  # FP8 weight -> number of its blocks that are as good as zero
-    carried: Mapping[str, object]  # name -> the value that was sent beside the weights
+    carried: Mapping[str, object]  # name -> value of the `CarriedValue` that was sent; empty without one

@@ -2,9 +2,9 @@
 
     FP8 weight, shards of whole blocks    each rank quantizes its rows into the engine's own tensors, where codes and
                                           scales are then gathered: one byte for each number
-    any other, shards in order            each rank rounds its part to the engine's dtype (BF16); the rounded parts
+    other weight, shards in order         each rank rounds its part to the engine's dtype (BF16); the rounded parts
                                           are gathered
-    other shards                          `full_tensor`, in the policy's dtype
+    shards in another order               PyTorch's `full_tensor`, in the policy's dtype
 
 Shapes, layout and the number of ranks decide which of these ways a parameter takes, so all ranks decide the same. A
 rank on which something fails continues to gather, even with wrong data, so that no other rank waits for it. It raises
@@ -43,7 +43,7 @@ class Rows:
 
     @property
     def padded(self) -> int:
-        """Return the number of rows in a gather, in which the parts of the last ranks are padded to equal size."""
+        """Return the number of rows in a gather, which pads the last ranks' parts to the size of the others."""
         return self.per_rank * self.ranks
 
     def of(self, rank: int) -> slice:
@@ -53,10 +53,10 @@ class Rows:
 
 def rows_of_codes(shape: Sequence[int], ranks: int, spec: FormatSpec) -> tuple[Rows, Rows] | None:
     """Return how the rows (first dim) of a weight's codes and of its scales are distributed if each rank quantizes its
-    own rows.
+    own rows. Return None if ranks cannot do that, because
 
-    None if ranks cannot do that: shards split blocks, or a row of scales is no whole number of words, so checksums of
-    parts would not add up to the checksum of the whole.
+    - shards split blocks, or
+    - a row of scales is no whole number of 4-byte words: checksums of parts would not add up to that of the whole.
     """
     rows, block = Rows(shape[0], ranks), spec.weight_block
     if block is None or len(shape) < 2 or spec.scale_shape(shape)[-1] * spec.scale_bytes % 4:
@@ -82,7 +82,7 @@ class Sharded(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "Sharded | None":
-        """Return this rank's part. None if the parameter is not sharded, or in another way (HSDP, TP, on disk)."""
+        """Return this rank's part. None if the parameter is whole, or sharded in another way (HSDP, TP, on disk)."""
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             in_order = mesh.ndim == 1 and parameter.placements == (Shard(0),)
@@ -111,7 +111,7 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 class GatherFailed(RuntimeError):
     """Another library's gather failed on this rank, and the other ranks are still in it.
 
-    This rank has to end, because they would take its next collective for the rest of that gather.
+    This rank has to end, because the others would take its next collective for the rest of that gather.
     """
 
 
@@ -128,7 +128,7 @@ class WrittenCodes(NamedTuple):
     """An FP8 weight that is in the engine already, because ranks quantized their rows into it."""
 
     own_rows: Destination | None  # the rows that this rank quantized; None if it has no rows
-    # int64 `[2]`: checksums of the codes and scales in `own_rows`; after the last gather, of those of all ranks
+    # int64 `[2]`: checksums of the codes and of the scales in `own_rows`. After the last gather: of all ranks' rows
     sums: torch.Tensor
 
 
@@ -144,8 +144,8 @@ def gathered(
         GatherFailed: A gather of PyTorch's failed on this rank.
         Exception: Any other failure on this rank. Raised after everything was gathered.
     """
-    # 1. Plan which parameters are gathered here, and where to. PyTorch gathers parameters that are not sharded in
-    # order, or over another group of ranks than the first one
+    # 1. Plan which parameters are gathered here, and where to. PyTorch gathers parameters that are sharded in another
+    # order, or over another group of ranks than the first sharded parameter
     parts = {name: Sharded.of(parameter) for name, parameter in parameters}
     group = next((part.group for part in parts.values() if part is not None), None)
     sharded = {name: part for name, part in parts.items() if part is not None and part.group == group}
@@ -167,20 +167,22 @@ def gathered(
         plan = plans[name]
         own_rows = None
         wholes = [part.whole(buffer) for part, buffer in zip(plan, buffers, strict=False)]
-        sums = next(sums_left) if len(plan) == 2 else None  # 2: codes and scales
+        sums = next(sums_left) if len(plan) == 2 else None  # a plan of 2 gathers codes and scales
         try:
             own_rows = _write_own(sharded[name], plan, wholes, sums, recipe)
         except Exception as error:
             failure = failure or error
-        for part, whole in zip(plan, wholes, strict=True):
-            part.gather(whole, group)
+        with gathering():
+            for part, whole in zip(plan, wholes, strict=True):
+                part.gather(whole, group)
         if sums is None:
             yield name, wholes[0][: plan[0].rows.count].view(sharded[name].whole)
         else:
             yield name, WrittenCodes(own_rows, sums)
-    # 4. Add up the checksums of parts to those of the whole. int64 sums wrap modulo 2**64, as checksums do
+    # 4. Sum the checksums of all ranks' parts, which gives those of whole weights: both wrap modulo 2**64
     if plans:
-        all_reduce(all_sums, group=group)
+        with gathering():
+            all_reduce(all_sums, group=group)
     if failure is not None:
         raise failure
 
@@ -220,10 +222,11 @@ def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> l
     piece = layout.pieces.get(recipe.engine_name(name))
     dtype = piece.dtype if piece else parameter.local.dtype
     if name in recipe.fp8_tensors:
-        dtype = torch.bfloat16  # of the values, if ranks cannot quantize their own rows
+        dtype = torch.bfloat16  # in which the values are gathered if ranks cannot quantize their own rows
+        # With tensor parallelism an engine holds only a part of a weight, so whole rows cannot be gathered into it
         rows = rows_of_codes(shape, ranks, recipe.format) if recipe.tensor_parallel_size == 1 else None
         if piece and rows:
-            # Not by `Layout.held`, which would look up all parameters, for each weight
+            # `of_engine` in place of `Layout.held`, which would look up all parameters for each weight
             pieces = piece, layout.pieces[recipe.scale_name(name)]
             gathers = []
             for rows_of, each in zip(rows, pieces, strict=True):
@@ -255,10 +258,11 @@ def _write_own(
 def _allocated(
     plans: list[list[_Gather]], device: torch.device, group: ProcessGroup
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Allocate a buffer for the first gather of each plan and one for the second, each as large as the largest needs,
-    and zeros `[n, 2]` for checksums of the n weights that are gathered as codes and scales.
+    """Return buffers and zeros `[n, 2]` for the checksums of the n weights that are gathered as codes and scales.
 
-    `RuntimeError` on all ranks if any rank lacks the memory.
+    One buffer serves the first gathers of all plans, the other the second ones. Each fits its largest gather.
+
+    Raises `RuntimeError` on all ranks if any rank lacks the memory.
     """
     sizes = [max(part.buffer_bytes for part in parts if part) for parts in zip_longest(*plans)]
     failure = None

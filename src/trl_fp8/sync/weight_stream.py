@@ -25,8 +25,8 @@ Weight = TypeVar("Weight")
 def by_scale(
     parameters: Iterable[tuple[str, Weight]], recipe: FP8Recipe, expected: Collection[str] = (), copy: bool = False
 ) -> Iterator[dict[str, Weight]]:
-    """Yield parameters in groups `{checkpoint name: parameter}`: FP8 weights that share a scale together, any other
-    parameter alone.
+    """Yield parameters in groups `{checkpoint name: parameter}`. FP8 weights that share one scale form a group; every
+    other parameter is a group of its own.
 
     Args:
         parameters: `(checkpoint name, tensor or a record that stands for it)`.
@@ -57,8 +57,9 @@ def weight_stream(
 ) -> Iterator[NamedTensor]:
     """Yield `(name in an FP8 checkpoint, tensor)` for a policy's `(checkpoint name, full tensor)`.
 
-    A parameter that is BF16 already is not copied, so the consumer has to copy it before it requests the next one. Of
-    other parameters only one copy exists at a time, or the two or three copies of those that share a scale.
+    A parameter that is BF16 already is not copied, so the consumer has to copy it before it requests the next one. Any
+    other parameter is copied when it is rounded. At most one such copy exists at a time; of weights that share a
+    scale, two or three.
     """
     for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
         rounded = [

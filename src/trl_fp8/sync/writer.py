@@ -4,12 +4,13 @@
     FP8 codes      this rank's part of codes and scales is copied
     other weight   this rank's part is copied, which rounds it to the engine's dtype
     buffer         copied
-    derived        computed anew from the written tensors, as vLLM computes it after a load
+    derived        computed from the tensors just written, as vLLM does after a load: two parts of MLA's kv_b_proj,
+                   and MXFP8's scales as a kernel reads them
 
 The writer keeps a checksum of everything that it computes, and the audit compares the checksums with the engine's
-tensors. Writing does not synchronize with the device. On the way to the engine nothing is copied except a tensor
-parallel rank's part of a fused q, k and v. vLLM's own loader would gather the shards of a fused layer, copy them and
-process the layer again.
+tensors. Writing does not synchronize with the device. There are no intermediate copies, except of
+a tensor parallel rank's part of a fused q, k and v. vLLM's own loader would gather the shards of a
+fused layer, copy them and process the layer again.
 """
 
 from collections.abc import Callable, Iterable
@@ -59,23 +60,23 @@ class Writer:
     def write(self, parameters: Iterable[SentTensor], buffers: Iterable[NamedTensor] = ()) -> None:
         """Write a policy's parameters, in model order, and buffers; `RuntimeError` if FP8 weights are missing.
 
-        `WrittenCodes` are not written again; their checksums are kept. These are complete once `parameters` is
-        exhausted.
+        `WrittenCodes` are not written again. Their checksums are kept by reference, because they are of one rank's
+        part until `parameters` is exhausted: then the source adds up those of all ranks.
         """
         expected = [name for name in self._recipe.fp8_tensors if self._recipe.engine_name(name) in self._pieces]
         # 1. Parameters. Unless `one_by_one`, they are queued here and written together below, because hundreds of
         # launches for small tensors would take longer than the copies
         for group in by_scale(parameters, self._recipe, expected, copy=self._one_by_one):
-            name, parameter = next(iter(group.items()))
-            if isinstance(parameter, WrittenCodes):
-                self._count(name, parameter.own_rows, parameter.sums)
-            elif isinstance(parameter, Float8Tensor):
+            first_name, first = next(iter(group.items()))  # all members of a group are of one kind
+            if isinstance(first, WrittenCodes):  # comes alone
+                self._count(first_name, first.own_rows, first.sums)
+            elif isinstance(first, Float8Tensor):
                 for name, codes in group.items():
                     stored = codes.qdata, stored_scale(codes, self._recipe.format)
                     for engine_name, tensor in zip(self._names(name), stored, strict=True):
                         self._queue_copy(engine_name, tensor)
                     self.fp8_weights += 1
-            elif self._recipe.fp8_tensors.issuperset(group):
+            elif first_name in self._recipe.fp8_tensors:
                 self._queue_quantized(group)
             else:
                 for name, parameter in group.items():
@@ -86,7 +87,7 @@ class Writer:
         for name, buffer in buffers:
             self._queue_copy(self._recipe.engine_name(name), buffer)
         self._flush()
-        # 3. Tensors derived from those just written, one at a time, because together they are as large as many weights
+        # 3. Tensors derived from those just written: one at a time, as together they take the memory of many weights
         for piece in self._layout.derived:
             self._queue_copy(piece.name, piece.derived())
             self._flush()
@@ -107,24 +108,26 @@ class Writer:
         flags = []
         if self.finite:
             flags.append(~torch.stack(list(self.finite.values())))
+        smallest = torch.zeros(0)
         if scales:
             smallest, largest = extremes(scales)
             flags.append(~largest.isfinite())
         flags = torch.cat(flags).float()
         if reduce_max is not None:
             reduce_max(flags)
-        if not scales:
-            smallest = flags[:0]
         # 2. One transfer to the host, which waits for the device
         squares = torch.stack(self._errors).sum(0) if self._errors else flags.new_zeros(2)
-        error, weight, *numbers = torch.cat([squares, flags, smallest]).tolist()
-        bad = [name for name, flag in zip(names, numbers, strict=False) if flag]
+        numbers = torch.cat([squares, flags, smallest.to(flags.device)]).tolist()
+        error, weight = numbers[:2]
+        is_bad, least_scales = numbers[2 : 2 + len(names)], numbers[2 + len(names) :]
+        bad = [name for name, flag in zip(names, is_bad, strict=True) if flag]
         if bad:
             raise ValueError(not_finite(bad, len(names), "The engine refuses to generate until a sync ends."))
-        # 3. Dead blocks are counted only in weights whose smallest scale is that of a dead block: usually in none
+        # 3. Dead blocks, which the engine holds as good as zero. They are counted only in weights whose smallest scale
+        # is that of such a block, which most weights do not have
         limit = dead_scale(recipe.format, recipe.scale_format)
         dead = {}
-        for name, scale, least in zip(fp8_weights, scales, numbers[len(names) :], strict=True):
+        for name, scale, least in zip(fp8_weights, scales, least_scales, strict=True):
             if least <= limit:
                 dead[name] = (as_blocks(scale).float() <= limit).sum()
         counts = torch.stack(list(dead.values())).tolist() if dead else []
@@ -167,14 +170,14 @@ class Writer:
         if self._weights:
             options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
             sums = quantize_into([destination for _, destination in self._weights], *options)
-            for (name, destination), sums_2 in zip(self._weights, sums.unbind(), strict=True):
-                self._count(name, destination, sums_2)
+            for (name, destination), weight_sums in zip(self._weights, sums.unbind(), strict=True):
+                self._count(name, destination, weight_sums)
         if self._copies:
             names, tensors = zip(*self._copies, strict=True)
             # One launch for all, which rounds to the engine's dtype as it copies
             torch._foreach_copy_([self._held[name] for name in names], list(tensors))
-            # Checksums of the sent tensors, rounded once more. Checksums of the written tensors would match even after
-            # a wrong write
+            # Checksums of the sent tensors, which are rounded here by a second computation. Checksums of the written
+            # tensors would match even after a wrong write
             sums, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
             self.sums |= zip(names, sums.unbind(), strict=True)
             self.finite |= zip(names, finite.unbind(), strict=True)
@@ -189,9 +192,9 @@ class Writer:
 
     def _error_of(self, destination: Destination) -> torch.Tensor:
         """Return the sums of squares of error and weight, fp32 `[2]`, over the first rows (of the first expert)."""
-        first = (0,) * (destination.weight.dim() - 2)
-        weight, codes, scale = (tensor[first] for tensor in destination[:3])
-        codes = first_rows(held_weight(codes, scale, self._recipe.format), SAMPLED_ROWS)
-        rows = weight[: codes.shape[-2]].detach().to(torch.bfloat16).float()
-        error = rows - dequantize_weight(codes, torch.float32)
+        first_matrix = (0,) * (destination.weight.dim() - 2)  # index of the first expert; () for a plain weight
+        weight, codes, scale = (tensor[first_matrix] for tensor in destination[:3])
+        quantized = first_rows(held_weight(codes, scale, self._recipe.format), SAMPLED_ROWS)
+        rows = weight[: quantized.shape[-2]].detach().to(torch.bfloat16).float()
+        error = rows - dequantize_weight(quantized, torch.float32)
         return torch.stack([error.square().sum(), rows.square().sum()])

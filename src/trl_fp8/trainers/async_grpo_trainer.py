@@ -1,19 +1,20 @@
 """`FP8AsyncGRPOTrainer`: TRL's `AsyncGRPOTrainer` with FP8 rollouts from a server of `trl-fp8 serve`.
 
-TRL's worker fetches completions from the server in a process of its own while the trainer computes. After each
+TRL's worker fetches completions from the server in a process of its own while the trainer computes. After every
 `weight_sync_steps` steps TRL calls `weight_transfer.send_weights`, which delivers the policy, calibrates its KV scales
-and proves that all of it arrived (engine/vllm_server/async_generation.py). For features each micro-batch is a
-generation of its own: `after_generation`, `scoring` around the forward, `extend_batch`, and then TRL's loss.
+and proves that all of it arrived (engine/vllm_server/async_generation.py). Features treat each micro-batch as a
+generation: `after_generation`, `scoring` around the forward, `extend_batch`, and then TRL's loss.
 
-Three policies have log-probs of a token: mu_v, the engine that sampled it (FP8, version v), pi_prox, the policy at the
-start of the step, and pi, the policy in the loss. TRL 1.16 clips one combined ratio pi / mu_v. With a correction it is
+Three policies give a token log-probs: mu_v, the engine that sampled it (FP8, version v), pi_prox, the policy at the
+start of the step, and pi, the policy in the loss. TRL 1.16 clips one combined ratio pi / mu_v. With a correction the
+loss of a token with advantage A is
 
     loss_t = -w(pi_prox / mu_v) min(u A, clip(u, 1 - epsilon_low, 1 + epsilon_high) A),    u = pi / pi_prox
 
 which is decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298), with w the weight of a
-`RolloutCorrection`: truncated, masked, by token or sequence, with rejection. Its bounds concern precision and age of
-rollouts, and epsilon the step alone. A correction with bypass=True has the combined ratio back, as verl's bypass mode
-and TRL without a correction.
+`RolloutCorrection`: truncated, masked, by token or sequence, with rejection. The bounds of w limit the effect of
+precision and age of the rollouts; epsilon limits the change of the policy in the step. With bypass=True the loss has
+the combined ratio pi / mu_v again, as in verl's bypass mode and in TRL without a correction.
 
 TRL trains once on each sample, and weights do not change within a step. So pi_prox has the values of pi without its
 gradient: the forward of the loss gives both, and no pass is added. TRL computes its loss from that forward.
@@ -66,7 +67,7 @@ PROMPTS = 64  # prompts of the dataset that calibrate KV scales before there are
 
 @dataclass
 class AsyncConfig(FP8Config):
-    """Base of the config, with attributes of GRPO's config that TRL's asynchronous one lacks. They are not flags."""
+    """Base of the config. Adds attributes of GRPO's config that TRL's asynchronous one lacks; they are not flags."""
 
     vllm_mode = "server"
     use_vllm = True
@@ -125,8 +126,8 @@ class FP8AsyncGRPOConfig(AsyncConfig, *groups_for(_ComparedConfig), _ComparedCon
 class FP8WeightTransfer:
     """TRL's `WeightTransferProtocol`, in which `send_weights` runs a sync of this project.
 
-    A sync pauses the server itself, once all weights are staged, and resumes it when all have arrived. So `pause` and
-    `resume` do nothing.
+    `pause` and `resume` do nothing, because a sync itself pauses the server for the time in which its workers copy the
+    weights.
     """
 
     def __init__(self, trainer: "FP8AsyncGRPOTrainer"):
@@ -138,7 +139,7 @@ class FP8WeightTransfer:
     def destroy(self) -> None: ...
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        iterator.close()  # TRL's: it yields the weights once, and a sync, which may repeat a write, opens its own
+        iterator.close()  # it yields the weights once, but a sync may repeat a write, and so opens iterators itself
         self._trainer.vllm_generation.sync_weights()
 
 
@@ -146,7 +147,7 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
     """TRL's `AsyncGRPOTrainer` whose features see each micro-batch before its loss. Shape letters: packed_terms.py."""
 
     features: tuple
-    _delivers = False  # the server gets weights by this project's syncs, not by TRL's transfer
+    _delivers = False  # whether the server gets weights by this project's syncs, not by TRL's transfer
     _first_version = 0  # the first version that this run has sent; 0: none yet
 
     def get_train_dataloader(self) -> DataLoader:
@@ -165,11 +166,11 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
     def compute_loss(self, model: nn.Module, inputs: dict, *args, **kwargs) -> Tensor:
         if not self.features:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        is_term = inputs["token_index"] >= 0  # False at padding, which gives all ranks the same number
+        is_term = inputs["token_index"] >= 0  # False at padding, with which all ranks have the same number of entries
         ages_M = self.model_version - inputs[VERSIONS][is_term]
         self._after_generation(inputs[SEQUENCES][0], ages_M)
 
-        # The forward of the loss. To features it is the pass that scores the rollouts
+        # The forward of the loss. Features take it for the pass that scores the rollouts
         forward_arguments = self._forward_arguments(inputs, *args, **kwargs)
         start = time.time()
         mask = torch.ones_like(inputs["input_ids"])
@@ -195,7 +196,7 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
         corrected = {}
         correction = self.args.correction
         if correction is not None and not correction.monitor_only:
-            # A correction has put the tokens that it rejects into TOOL_MASK
+            # TOOL_MASK is 0 at tokens that the correction rejects
             loss_weights_BT = tensors[LOSS_WEIGHTS] * tensors.get(TOOL_MASK, 1)
             advantages_M = inputs["advantages"][is_term] * packed.terms(loss_weights_BT)
             corrected["advantages"] = _replace_terms(inputs["advantages"], is_term, advantages_M)
@@ -217,7 +218,7 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
                     f"{self.args.vllm_server_base_url} was started again: it gets the latest weights once more."
                 )
                 self.vllm_generation.restore()
-        except ServerGone as error:  # it dies just now: TRL calls again in seconds, and its own limit ends the wait
+        except ServerGone as error:  # the server is dying: TRL calls again in seconds, and its own limit ends the wait
             logger.warning(str(error))
 
     def _after_generation(self, sequences_SL: Tensor, ages_M: Tensor) -> None:
@@ -242,7 +243,7 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
 
 
 class _ModelCalled(Exception):
-    """Ends TRL's loss where it calls its model."""
+    """Raised in place of the model's forward to end TRL's loss. It holds the arguments of the call."""
 
     def __init__(self, arguments: dict):
         self.arguments = arguments
@@ -258,7 +259,7 @@ def _replace_terms(padded: Tensor, is_term: Tensor, values_M: Tensor) -> Tensor:
 class FP8AsyncGRPOTrainer(FP8Rollouts, _VersionedAsyncGRPO):
     """TRL's `AsyncGRPOTrainer` whose rollouts run in FP8. Takes exactly its arguments.
 
-    It has the attributes of `FP8GRPOTrainer`.
+    It also has the attributes `recipe`, `plan` and `features`, as `FP8GRPOTrainer` has.
 
     Raises:
         ValueError: `args` is not an `FP8AsyncGRPOConfig`, `weight_transfer` is set although this trainer has its own,
@@ -266,17 +267,18 @@ class FP8AsyncGRPOTrainer(FP8Rollouts, _VersionedAsyncGRPO):
     """
 
     config_class = FP8AsyncGRPOConfig
-    engine_module = "trl.generation.vllm_generation"  # TRL's asynchronous trainer constructs no `VLLMGeneration`
+    # Where `FP8Rollouts` replaces `VLLMGeneration`: the module of TRL's asynchronous trainer does not import it
+    engine_module = "trl.generation.vllm_generation"
     _tag_names = ["trl", "async-grpo", "fp8"]
     _name = "AsyncGRPO with FP8 rollouts"
     num_iterations = 1
-    _step = 0  # checkpoints hold no rollouts: a resumed run samples those of the queue again
+    _step = 0  # 0: checkpoints hold no rollouts. A resumed run samples again what was in the queue
 
     @wraps(AsyncGRPOTrainer.__init__)
     def __init__(self, *args, **kwargs):
         arguments = dict(signature(AsyncGRPOTrainer).bind(*args, **kwargs).arguments)
         config = arguments.get("args")
-        # The default config has FP8 on, and `FP8Rollouts` refuses one of another class
+        # Without `args` FP8 is on by default. `FP8Rollouts` refuses a config of another class
         any_fp8 = not isinstance(config, FP8AsyncGRPOConfig) or config.own_engine
         if any_fp8 and arguments.get("weight_transfer") is not None:
             raise ValueError(
@@ -289,7 +291,7 @@ class FP8AsyncGRPOTrainer(FP8Rollouts, _VersionedAsyncGRPO):
         if self._delivers:
             arguments["weight_transfer"] = FP8WeightTransfer(self)
             _require_conversations(arguments.get("train_dataset"))
-        self._prompt_options = {"tools": arguments.get("tools") or None}  # of the chat template
+        self._prompt_options = {"tools": arguments.get("tools") or None}  # arguments of the chat template
         worker_class = RolloutWorker if self._delivers else AsyncRolloutWorker
         with substituted(sys.modules[AsyncGRPOTrainer.__module__], "AsyncRolloutWorker", worker_class):
             super().__init__(**arguments)
@@ -321,7 +323,7 @@ class FP8AsyncGRPOTrainer(FP8Rollouts, _VersionedAsyncGRPO):
 
     def _streaming_iter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors that TRL sends."""
-        # TRL calls `send_weights` on the main process only. The other ranks iterate, and join its sync from here
+        # TRL calls `send_weights` on the main process only, but iterates on all ranks. The others join the sync here
         if self._delivers and not self.accelerator.is_main_process:
             self.vllm_generation.sync_weights()
             return
@@ -329,7 +331,8 @@ class FP8AsyncGRPOTrainer(FP8Rollouts, _VersionedAsyncGRPO):
 
     def _sync_weight(self) -> None:
         is_first = not self._first_version
-        # Before the first sync there are no rollouts to calibrate KV scales on: features take prompts, or a checkpoint
+        # Before the first sync there are no rollouts to calibrate KV scales on. Features calibrate on prompts, or use
+        # what they loaded from a checkpoint
         if is_first and self._delivers:
             if self.state.global_step:  # a run that was killed may have sent more versions than its checkpoint knows
                 self.model_version = max(self.model_version, self.vllm_generation.engine.version)
@@ -354,7 +357,10 @@ class FP8AsyncGRPOTrainer(FP8Rollouts, _VersionedAsyncGRPO):
         ]
 
     def packed_forward(self, model: nn.Module, rows: list[list[int]]) -> None:
-        """Run `model` on sequences of token ids as TRL's loss runs samples: packed, shared prefixes once."""
+        """Run `model` on sequences of token ids as TRL's loss does: packed into one row, with each shared prefix once.
+
+        Returns nothing: callers observe the forward.
+        """
         packed = TreeRow()
         for ids in rows:
             ids = torch.tensor(ids)
@@ -376,7 +382,7 @@ class FP8AsyncGRPOTrainer(FP8Rollouts, _VersionedAsyncGRPO):
 
 
 def _require_conversations(dataset: object) -> None:
-    """Raise `ValueError` for prompts that are text: TRL's worker applies a chat template to each."""
+    """Raise `ValueError` if prompts are text. TRL's worker applies a chat template, which needs conversations."""
     first = next(iter(dataset), {}) if isinstance(dataset, Dataset) else {}
     if isinstance(first.get("prompt"), str):
         raise ValueError(

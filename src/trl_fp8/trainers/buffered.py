@@ -1,8 +1,8 @@
-"""Base of `FP8GOLDTrainer` and `FP8IWOPDTrainer`. Each slice of their batch has completions of the dataset, or
-completions that the policy generates.
+"""Base of `FP8GOLDTrainer` and `FP8IWOPDTrainer`. Some slices of their batch have completions of the dataset, the
+others have completions that the policy generates.
 
-TRL's trainers have no method to override that only generates. But they call only two methods of the engine,
-`sync_weights` and `generate`. So the hooks of a generation are called in `generate`.
+These trainers of TRL have no method that only generates and could be overridden. But they call only two methods of the
+engine, `sync_weights` and `generate`. So features' hooks (run/feature.py) are called in `generate`.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ IGNORED = -100  # label of a token that is not trained on
 class BufferedConfig(DistillingConfig):
     """Base of the configs of GOLD and IW-OPD."""
 
-    # Attributes of GRPO's config that theirs lack. They are not flags
+    # Attributes of GRPO's config that these configs lack. They are not flags
     generation_batch_size = generation_kwargs = min_p = None
     repetition_penalty = 1.0
     mask_truncated_completions = False
@@ -39,9 +39,9 @@ class BufferedConfig(DistillingConfig):
 
 
 class Buffered(Distilling):
-    """Hooks of a step in GOLD and IW-OPD. It stands before `FP8Rollouts`."""
+    """Calls of features' hooks in a step of GOLD and IW-OPD. It stands before `FP8Rollouts` in the list of bases."""
 
-    has_prompts = False
+    has_prompts = False  # datasets have no column "prompt"
     num_iterations = 1
     _last_loaded_step = -1  # below 0: the next generation syncs
     _is_generating = False
@@ -56,7 +56,7 @@ class Buffered(Distilling):
         return generation
 
     def _sync_if_generating(self) -> None:
-        """Sync only inside a generation. TRL also calls this before, when features do not know the prompts yet."""
+        """Sync only inside `generate`. TRL also calls this before it, when features do not know the prompts yet."""
         if self._is_generating:
             self._engine_sync()
 

@@ -1,4 +1,4 @@
-"""The engine's log-probs for TRL's trainers that do not request any, and the flags of a correction that uses them."""
+"""Log-probs of the engine for trainers of TRL that request none, and the flags of a correction that reads them."""
 
 import math
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ class ComparedFlags:
     vllm_importance_sampling_clip_max: float | None = flag(3.0, "As in `trl.GRPOConfig`.")
     vllm_importance_sampling_clip_min: float | None = flag(None, "Lower bound of the ratio, or None.")
 
-    vllm_importance_sampling_cap = None  # no flag: a deprecated name of a bound
+    vllm_importance_sampling_cap = None  # no flag: TRL's deprecated name of `vllm_importance_sampling_clip_max`
 
 
 class Compared:
-    """Base of a trainer whose batch gets the engine's log-probs. It stands before `FP8Rollouts`."""
+    """Base of a trainer whose batch gets the engine's log-probs. Stands before `FP8Rollouts` in the list of bases."""
 
     _rollout_logps: list[list[float]] = []  # log-probs of the latest generation, a list for each completion
 
@@ -50,7 +50,7 @@ class Compared:
         return generation
 
     def rollout_logps(self, trainer_logps: torch.Tensor) -> torch.Tensor:
-        """Return the engine's log-probs of the latest generation, padded like the trainer's `[B, T]`."""
+        """Return the engine's log-probs of the latest generation, padded with 0 to the trainer's shape `[B, T]`."""
         rollout_logps = torch.zeros_like(trainer_logps)
         for row, values in zip(rollout_logps, self._rollout_logps, strict=True):
             row[: len(values)] = torch.tensor(values, dtype=row.dtype, device=row.device)

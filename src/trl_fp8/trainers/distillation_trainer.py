@@ -17,7 +17,7 @@ from .distilling import Distilling, DistillingConfig
 class FP8DistillationConfig(DistillingConfig, *groups_for(DistillationConfig), DistillationConfig):
     """Configuration of `FP8DistillationTrainer`: every field of `trl.DistillationConfig`, and the ones below."""
 
-    # TRL's distillation lacks these two fields of its GRPO config. It generates once for each optimizer step
+    # `DistillationConfig` lacks these two fields of `GRPOConfig`. TRL generates once for each optimizer step
     generation_batch_size = None
 
     @property

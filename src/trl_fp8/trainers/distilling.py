@@ -1,8 +1,8 @@
-"""Base of trainers that distill: their loss reads logits of a teacher beside those of the policy.
+"""Bases of trainers that distill: their loss reads logits of a teacher beside those of the policy.
 
 DistillationTrainer    never computes log-probs of rollouts
-SDFT, SDPO             one method, `_forward_logits`, computes the logits of the policy, those of its teacher and, if
-                       there are several updates on the same rollouts, those of the old log-probs
+SDFT, SDPO             one method, `_forward_logits`, computes all logits: the policy's, the teacher's and, if there
+                       are several updates on the same rollouts, those for the old log-probs
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from trl_fp8.run.launch import require_room
 class DistillingConfig(FP8Config):
     """Base of the configs of trainers that distill."""
 
-    # Attributes of GRPO's config that some of theirs lack. They are not flags
+    # Attributes of GRPO's config that some of these configs lack. They are not flags
     use_transformers_continuous_batching = transformers_continuous_batching_config = None
     router_aux_loss_coef = 0.0
 
@@ -76,17 +76,17 @@ class SelfDistillationConfig(DistillingConfig):
 
 
 class Distilling:
-    """Base of a trainer that distills. It stands before `FP8Rollouts`."""
+    """Base of a trainer that distills. It stands before `FP8Rollouts` in the list of bases."""
 
     def score_alone(self, input_ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> None:
         self.model(input_ids=input_ids, attention_mask=mask, use_cache=False)
 
 
 class SelfDistillation(Distilling):
-    """Hooks of a step in TRL's SDFT and SDPO, which have the same methods. It stands before `FP8Rollouts`."""
+    """Calls of features' hooks in a step of TRL's SDFT and SDPO, which have the same methods."""
 
     engine_module = "trl.generation.vllm_generation"
-    _forward_kind = "loss"  # or "rollouts" (their old log-probs), or "teacher"
+    _forward_kind = "loss"  # purpose of the next forwards: "loss", "rollouts" (old log-probs) or "teacher"
 
     def prompt_token_ids(self, prompts: list) -> list[list[int]]:
         return self._tokenize_prompts(prompts)
@@ -105,8 +105,8 @@ class SelfDistillation(Distilling):
             return super()._compute_rollout_logps(**tensors)
         if not self.args.rollouts_scored:
             return None
-        # In place of TRL's method, which makes the logits of a whole generation at once: batches of a loss's size,
-        # inside one `scoring` of the features
+        # TRL's method would make the logits of a whole generation at once. Here the batches have the loss's size, and
+        # all are inside one `scoring` of each feature
         completion_ids = tensors["completion_ids"]
         ids = torch.cat([tensors["prompt_ids"], completion_ids], dim=1)
         mask = torch.cat([tensors["prompt_mask"], tensors["completion_mask"]], dim=1)
@@ -124,7 +124,7 @@ class SelfDistillation(Distilling):
 
     def _forward_logits(self, model, input_ids, attention_mask, logits_to_keep) -> torch.Tensor:
         with ExitStack() as stack:
-            if self._forward_kind != "rollouts":  # its features are entered by `_compute_rollout_logps`
+            if self._forward_kind != "rollouts":  # otherwise `_compute_rollout_logps` has entered `scoring`
                 for feature in self.features:
                     hook = feature.reference if self._forward_kind == "teacher" else feature.scoring
                     stack.enter_context(hook(attention_mask, logits_to_keep))

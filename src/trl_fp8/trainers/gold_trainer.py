@@ -31,7 +31,7 @@ class FP8GOLDTrainer(Buffered, FP8Rollouts, GOLDTrainer):
 
     @classmethod
     def trl_class(cls) -> type:
-        return GOLDTrainer  # it extends TRL's SFTTrainer, which has no engine
+        return GOLDTrainer  # `FP8Rollouts` would find its parent, TRL's SFTTrainer, which has no engine
 
     @property
     def generated_slices(self) -> list[bool]:

@@ -12,7 +12,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 
 class RolloutLoop(AsyncRolloutWorker._loop_cls):
-    """TRL's loop of rollouts, with a thread that ends its process."""
+    """TRL's loop of rollouts, with a thread that ends its process once the trainer's process is gone."""
 
     def __init__(self, **kwargs):
         threading.Thread(target=_end_with_trainer, daemon=True, name="ends-with-trainer").start()
@@ -26,7 +26,7 @@ class RolloutWorker(AsyncRolloutWorker):
 
 
 def _end_with_trainer() -> None:
-    # Not `join` of the parent: another process that the trainer forked would hold the pipe that it waits for
+    # `join` of the parent waits for a pipe, which another process that the trainer forked would keep open
     trainer = multiprocessing.parent_process().pid
     while os.getppid() == trainer:
         time.sleep(1)

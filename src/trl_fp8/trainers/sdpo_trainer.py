@@ -53,7 +53,7 @@ class FP8SDPOConfig(SelfDistillationConfig, *groups_for(_ComparedConfig), _Compa
 
     @property
     def own_engine(self) -> bool:
-        """Return as `FP8Config`, or True with a correction: TRL's SDPO asks its engine for no log-probs."""
+        """Return True also with a correction: TRL's SDPO requests no log-probs from its own engine."""
         return super().own_engine or self.correction is not None
 
 

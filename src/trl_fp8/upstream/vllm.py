@@ -32,7 +32,7 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    # vLLM takes the first architecture that it knows (`model_impl` "vllm" and "auto")
+    # With `model_impl` "vllm" or "auto", vLLM takes the first architecture that it knows
     for name in architectures:
         if name in ModelRegistry.models:
             entry = ModelRegistry.models[name]
@@ -44,8 +44,8 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
 def import_engine_class(architectures: tuple[str, ...]) -> None:
     """Import the class that `engine_class` names, and register what vLLM would find by inspecting it in a subprocess.
 
-    vLLM uses the subprocess to leave CUDA uninitialized here. It imports torch and vLLM again, which takes ten seconds
-    of a first start.
+    vLLM inspects the class in a subprocess so that this process does not initialize CUDA. A trainer may initialize it,
+    and the subprocess would take ten seconds to import torch and vLLM again.
 
     Raises `ValueError` if the class needs a package that is not installed: vision-language models and Qwen3.5 need
     torchvision.
@@ -129,7 +129,7 @@ def forget_choices() -> None:
 
 
 def make_group_of_experts() -> None:
-    """Create vLLM's process group for experts if it does not exist, before an engine that needs it. Collective.
+    """Add vLLM's process group for experts if an engine without experts was the first in this process. Collective.
 
     vLLM creates its process groups once in a process, with the first engine. It leaves this group out if the first
     model has no experts.
@@ -137,7 +137,7 @@ def make_group_of_experts() -> None:
     from vllm.distributed import parallel_state
 
     if not parallel_state.model_parallel_is_initialized() or parallel_state._EP is not None:
-        return
+        return  # vLLM creates it with its other groups, or has done so
     world = parallel_state.get_world_group()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     # vLLM's group for experts has all ranks of an engine. TRL's engines have no parallelism but tensor parallelism
@@ -155,6 +155,10 @@ def require_engine_arguments(names: Iterable[str]) -> None:
     known = {*signature(LLM).parameters, *(field.name for field in fields(EngineArgs))}
     unknown = [name for name in names if name not in known]
     if unknown:
-        similar = get_close_matches(unknown[0], sorted(known), n=1)
-        remedy = f": did you mean {similar[0]}?" if similar else ". Remove it."
-        raise ValueError(f"vllm_engine_kwargs sets {unknown}, but vllm.LLM takes no such argument{remedy}")
+        named = []
+        for name in unknown:
+            similar = get_close_matches(name, sorted(known), n=1)
+            named.append(f"{name} (did you mean {similar[0]}?)" if similar else name)
+        raise ValueError(
+            f"vllm_engine_kwargs sets {', '.join(named)}, but vllm.LLM takes no such argument. Correct or remove it."
+        )

@@ -55,7 +55,7 @@ class Calibrating:
     def __init__(self, model, mode="rollout", **options):
         hook = options.pop("hook", None) or AttentionHook(model)
         self.how = Calibration(hook, **(dict(mode=mode, margin=MARGIN, max_tokens=1000) | options))
-        self.state = KVState(margin=MARGIN).expecting(PROMPTS)  # the tests' own scales are the first ones
+        self.state = KVState(margin_in_use=MARGIN).expecting(PROMPTS)  # the tests' own scales are the first ones
 
     @property
     def hook(self) -> AttentionHook:
@@ -345,7 +345,8 @@ def test_an_evaluation_leaves_no_trace(mode, asked, caplog):
     assert torch.equal(made.next_scales(model).values, kv_scales_from_amax(amax, MARGIN).values)
     [record] = caplog.records
     assert (
-        "clipped in the KV cache (fewer of 1 more layers) in an evaluation, which widens no margin" in record.message
+        "clipped in the KV cache (and a smaller share of another layer) in an evaluation, which widens no margin"
+        in record.message
     )
 
 
@@ -452,14 +453,16 @@ def test_saturation_doubles_the_margin_and_names_the_layer(layer, column, name, 
 def test_generations_between_two_syncs_double_the_margin_once(caplog):
     model = build()
     made, tight = Calibrating(model), KVScales(torch.full((2, 3), 2.0**-9))
-    for expected in (2.0, 4.0):
+    for expected in (2.0, 4.0, 8.0, WIDEST_MARGIN_FACTOR):
         made.next_scales(model)
         for _ in range(3):  # of one step, all under the scales of one sync
             made.after_rollouts(ROLLOUTS, tight, step=int(expected))
             watch(made, model)
             assert made.saturation().max() > SATURATION_LIMIT
             assert made.state.margin_factor == expected
-    assert len(caplog.records) == 2 and "cache (fewer of 1 more layers); the next" in caplog.text
+    # The last ones, too: the margin is at its limit then, but their own scales had only half of it
+    assert len(caplog.records) == 4 and "at its limit" not in caplog.text
+    assert "cache (and a smaller share of another layer); the next" in caplog.text
 
 
 def test_a_saturated_q_or_a_share_below_the_limit_changes_nothing(caplog):
@@ -553,6 +556,21 @@ def test_ranks_agree_on_scales_from_a_forward():
     assert torch.equal(together[0], together[1])
     assert torch.equal(together[0], torch.maximum(*alone))
     assert not torch.equal(together[0], alone[0]) and not torch.equal(together[0], alone[1])
+
+
+def test_all_ranks_raise_if_one_has_nothing_to_run():
+    def session(rank, reduce_max):
+        model = build()
+        made = Calibrating(model, "policy", reduce_max=reduce_max)
+        made.expecting([PROMPTS[0]] if rank == 0 else [[]])
+        try:
+            made.next_scales(model)
+        except ValueError as error:
+            return str(error)
+
+    alone, together = Ranks().run(session)
+    assert alone[0] is None and alone[1] == together[0] == together[1]
+    assert "no prompt with at least one token" in alone[1]
 
 
 def test_ranks_run_the_same_number_of_forwards():
@@ -664,7 +682,7 @@ def test_a_checkpoint_holds_what_it_always_held(tmp_path):
     made.state = made.state.loaded(tmp_path, rank=0)
     assert made.state.step == 3 and made.state.rollouts == [[5, 6, 7]] and made.state.margin_factor == 4.0
     assert made.state.amax_L3.tolist() == [[1.5, 2.0, 3.0], [0.5, 1.0, 2.5]]
-    assert made.state.coming_prompts == PROMPTS and made.state.margin == MARGIN and made.state.new is not None
+    assert made.state.coming_prompts == PROMPTS and made.state.margin_in_use == MARGIN and made.state.new is not None
     made.state.save(tmp_path, rank=1)
     assert (tmp_path / "kv_calibration_1.json").read_text() == text
 
@@ -693,7 +711,7 @@ def test_prompts_come_before_the_first_scales():
     with pytest.raises(RuntimeError, match=r"needs the coming prompts, but expecting\(\) was not called"):
         next_scales(KVState(), how, model)
     scales, state = next_scales(KVState().expecting(PROMPTS), how, model)
-    assert len(scales) == 2 and state.margin == MARGIN * PROMPTS_ONLY_MARGIN
+    assert len(scales) == 2 and state.margin_in_use == MARGIN * PROMPTS_ONLY_MARGIN
 
 
 def test_scales_come_before_rollouts():

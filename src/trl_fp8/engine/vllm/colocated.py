@@ -10,7 +10,7 @@ from vllm import LLM
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.recipe.from_model import caches_of, persistent_buffers
-from trl_fp8.recipe.outline import kv_layers
+from trl_fp8.recipe.outline import kv_layers_of
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.audit import Replicas
 from trl_fp8.sync.delivery import InPlaceDelivery, TensorGroup
@@ -76,15 +76,16 @@ class ColocatedEngine:
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         policy_layout = engine_layout(self.model, recipe.linears, buffers)
         require_same_tensors(policy, recipe, policy_layout)
+        # `Added`: layers that features add to vLLM's model, such as adapters
         added = [piece for module in self.model.modules() if isinstance(module, Added) for piece in module.pieces()]
         self.layout = Layout([*policy_layout.pieces.values(), *added])
         self.numerics = EngineNumerics(
             fp8_kernels(self.model), activation_scaling(self.model), query_rounded=quantizes_query(self.model)
         )
-        self._kv_layers = kv_layers(caches_of(policy.config.get_text_config()))
+        self._kv_layers = kv_layers_of(caches_of(policy.config.get_text_config()))
 
     def kv_scales(self) -> KVScaleCopies:
-        """Return the scales of the FP8 KV cache, to write and verify. Raises what `fp8_attention_layers` raises."""
+        """Return the engine's copies of the FP8 KV cache's scales. Raises `RuntimeError` if a sync cannot set all."""
         return KVScaleCopies(fp8_attention_layers(self.model, self._kv_layers, self._recipe.kv_cache_skip_layers))
 
     def constants(self, device: torch.device) -> TensorGroup:
@@ -92,7 +93,7 @@ class ColocatedEngine:
 
         The policy has no such tensors. vLLM creates the buffers at its start and only reads them afterwards. If an
         audit finds that one has changed, all are written again from copies in host memory, which a stray write on the
-        device cannot reach. vLLM restores buffers itself when it wakes.
+        device cannot reach. After sleep vLLM itself restores the buffers.
 
         KV scales are not among these buffers: `KVScaleCopies` verifies the scales of an FP8 KV cache, and nothing
         reads the scales of other layers.
@@ -101,7 +102,7 @@ class ColocatedEngine:
         layout = constants_layout(self.model, self.layout)
 
         def original_values() -> AbstractContextManager[Iterator[NamedTensor]]:
-            # The first call makes the copies
+            # The first delivery makes the copies
             if not copies:
                 copies.update((name, tensor.to("cpu", copy=True)) for name, tensor in layout.held.items())
             return nullcontext((name, tensor.to(device)) for name, tensor in copies.items())

@@ -25,8 +25,10 @@ from .policy_weights import PolicyWeights, adapters_of_parameters, merged, resha
 
 
 class DeliveredGeneration(VLLMGeneration):
-    """Base of TRL's generation objects here. A subclass starts its engine in `_init_vllm` and sets the attributes
-    declared here; `engine.protocol.RolloutEngine` says what they mean.
+    """Base of the generation objects for colocated engines and servers.
+
+    A subclass starts its engine in `_init_vllm` and sets the attributes declared here, which
+    `engine.protocol.RolloutEngine` explains.
     """
 
     numerics: EngineNumerics
@@ -51,7 +53,7 @@ class DeliveredGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _one_of(self, hook: str) -> Any:
-        """Call the method `hook` of all parts and return the one result that is not None; None if all are None."""
+        """Call the method `hook` of all parts. Return the only result that is not None, or None if there is none."""
         results = []
         for part in self.parts:
             result = getattr(part, hook)(self)
@@ -70,18 +72,18 @@ class DeliveredGeneration(VLLMGeneration):
         return self.delivery.failures
 
     def sync_weights(self) -> None:
-        """Before a generation: compute the KV scales anew, deliver, and let features check the engine."""
+        """Deliver the policy's weights and new KV scales before a generation, and let features check the engine."""
         self.delivery.deliver(self.weights.tensors_to_send)
         for part in self.parts:
             part.synced(self)
         self.after_sync()
 
     def send_weights(self) -> None:
-        """Before a loss: deliver the weights alone, with the KV scales of the last sync."""
+        """Deliver the policy's weights before a loss, with the KV scales of the last sync."""
         self.delivery.deliver(self.weights.tensors_to_send, prepare=False)
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
-        """Return `(checkpoint name, full tensor)` of the policy, in a `with` block. Collective.
+        """Open an iterator over the policy's `(checkpoint name, full tensor)` pairs, in a `with` block. Collective.
 
         Tensors that exist only in the engine (a shared FP8 base) are yielded on the main process only.
         """

@@ -1,9 +1,9 @@
 """Contexts that undo what vLLM changes in this process when an engine starts.
 
 Once an engine has started, vLLM caches the settings that it read from the environment (`vllm.envs`). So the
-environment can be restored, and the engine keeps its settings. `forget_choices` clears that cache before another
-engine starts. The cache then has the new engine's settings, which earlier engines would read, too. So only the last
-engine of a process may be used.
+environment can be restored, and the engine keeps its settings. `upstream.vllm.forget_choices` clears that cache before
+another engine starts. The cache then has the new engine's settings, which earlier engines would read, too. So only the
+last engine of a process may be used.
 """
 
 import os
@@ -67,7 +67,7 @@ def policy_class_unchanged(recipe: FP8Recipe) -> AbstractContextManager[None]:
     """
     if not family_of(recipe.model_type).by_transformers:
         return nullcontext()
-    from vllm.model_executor.models.transformers import base  # imported here, as no other model needs it
+    from vllm.model_executor.models.transformers import base  # imported here, because no other model needs it
 
     return substituted(base, "AutoModel", _AutoModelStandIn)
 
@@ -83,5 +83,5 @@ class _AutoModelStandIn:
 
 @cache
 def _subclass(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass with the same name and module, so that vLLM finds the same source. One for each class."""
+    """Return the one subclass of `cls`, with the same name and module, so that vLLM finds the same source."""
     return type(cls.__name__, (cls,), {"__module__": cls.__module__})

@@ -1,10 +1,10 @@
-"""The choice of the kernel of vLLM that multiplies with FP8 weights: the fastest that passes a check on this device.
+"""The choice of vLLM's kernel for FP8 linears: the fastest kernel that passes a check on this device.
 
-    check    A weight is quantized as for a sync and written to a layer as a started engine holds it. The kernel's
-             product is compared with the product of the same codes in FP64. If a trainer shares the kernel, rows of a
-             batch are also compared, bit for bit, with the same rows of a larger batch
-    timing   The model's own shapes are timed, as vLLM fuses and shards them: with 8 and 64 rows, as in decoding at the
-             end of a rollout, and with max_num_seqs rows, as at its start
+    check    A weight is quantized as for a sync and written to a layer like those of a started engine. The kernel's
+             product is compared with the product of the same codes in FP64. If a trainer calls the kernel, too, rows
+             of a batch are also compared, bit for bit, with the same rows of a larger batch
+    timing   The kernel is timed on the model's own shapes, as vLLM fuses and shards them: with 8 and 64 rows, as in
+             decoding at the end of a rollout, and with max_num_seqs rows, as at its start
 
 All ranks of a job take the same kernel. A kernel that fails on any rank is dropped, and the slowest rank's time
 counts.
@@ -59,7 +59,7 @@ logger = get_logger(__name__)
 
 Shape = tuple[int, int]  # shape of a weight, [N, K]
 DECODED = 8, 64  # batch sizes (rows) of the timed calls, beside max_num_seqs
-REPETITIONS = 5  # timed repetitions of a call, of which the median counts
+REPETITIONS = 5  # timed repetitions of a call; their median counts
 CHECKED = (256, 512)  # shape of the weight in the check
 CHECKED_ROWS = (3, 130)  # batch sizes in the check
 INVARIANT_ROWS = (1, 7, 64, 130)  # batch sizes compared with a batch of 300; kernels change their tiles near these
@@ -73,14 +73,14 @@ WITHOUT_FLASHINFER = (
 )
 TOOLKIT = "/usr/local/cuda"  # the last folder in which DeepGEMM looks for nvcc
 # pip's nvcc can be newer than the CUDA headers that torch pins beside it. CCCL refuses such a pair unless this flag is
-# set. DeepGEMM's kernels do compile with such a pair
+# set, but DeepGEMM's kernels compile with it
 ANY_PAIR = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
-Agree = Callable[[list[float]], list[float]]  # returns each number's maximum over all ranks of the job; a collective
+Agree = Callable[[list[float]], list[float]]  # returns the element-wise maximum over all ranks; a collective
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """A kernel of vLLM's that may be chosen. It is run without an engine."""
+    """One of vLLM's kernels, as a candidate. Its methods run it without an engine."""
 
     name: str  # value of vLLM's `linear_backend`
     spec: FormatSpec
@@ -91,8 +91,11 @@ class Gemm:
 
     @torch.no_grad()
     def check(self) -> None:
-        """Raise if the kernel cannot be used: `ValueError` if it is not meant for this device or for sharing, any
-        other error if it fails.
+        """Raise if the kernel cannot be used.
+
+        Raises:
+            ValueError: The kernel is not meant for this device, for audits, or for a trainer that calls it, too.
+            Exception: The kernel fails, or its results are wrong. vLLM's kernels raise errors of any class.
         """
         generator = torch.Generator().manual_seed(0)
         weight = self._uneven(*CHECKED, generator)
@@ -111,8 +114,8 @@ class Gemm:
         [codes] = quantize_fused([weight], self.spec, self.scale_format)
         layer.write(codes)
         w = dequantize_weight(codes, torch.float32).double()
-        # Replace x by products of codes and scales. For these a division by the scale and a multiplication by its
-        # reciprocal give the same codes
+        # Replace x by products of codes and scales. For these a kernel computes the same codes as `quantize_as_engine`
+        # whether it divides by the scale or multiplies by its reciprocal
         x = dequantize_weight(quantize_as_engine(x, self.spec, kernel_scaling(kernel, 1)), torch.bfloat16)
         for rows in CHECKED_ROWS:
             found = kernel.apply_weights(layer, x[:rows]).double()
@@ -120,7 +123,7 @@ class Gemm:
             a = dequantize_weight(quantized, torch.float32).double()
             expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
             # Rounding to BF16 is off by 2^-8 at most. Tensor cores truncate 32 products and their accumulator to 14
-            # bits, 4 times per 128 elements; the rest is added in FP32. Negated, so that NaN counts as wrong
+            # bits, 4 times per 128 elements; the rest is added in FP32. `~` of "is close", so that NaN counts as wrong
             wrong = ~((found - expected).abs() <= 2.0**-8 * expected.abs() + 4 * 2.0**-13 * magnitudes)
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
@@ -151,14 +154,14 @@ class Gemm:
 
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
-        """Return the time of one call with a weight of `shape`."""
+        """Return the seconds of one call with a weight of `shape` and a batch of `rows`."""
         # No `process_weights_after_loading`: `check` has shown that the kernel keeps the weight as it is
         kernel, layer = self.kernel_and_layer(shape)
         x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
         return replayed_seconds(partial(kernel.apply_weights, layer, x))
 
     def kernel_and_layer(self, shape: Shape) -> tuple[Any, "_Layer"]:
-        """Return vLLM's kernel and a layer as vLLM loads it; `ValueError` if there is no such kernel."""
+        """Return vLLM's kernel, and a layer such as vLLM loads. Raise `ValueError` if vLLM cannot use the kernel."""
         if self.name in ("deep_gemm", "flashinfer_cutlass"):
             find_nvcc()
         if self.name == "flashinfer_cutlass" and find_spec("flashinfer") and not has_flashinfer():
@@ -175,7 +178,7 @@ class Gemm:
 
 
 def _started(spec: FormatSpec, shape: Shape) -> Any:
-    """Return the kernel that vLLM chooses under the current configuration; `ValueError` if it has none."""
+    """Return the kernel that vLLM chooses under the current configuration. Raise `ValueError` if it has none."""
     if spec is MXFP8:
         return init_mxfp8_linear_kernel(weight_shape=shape)
     if spec.weight_block:
@@ -213,10 +216,10 @@ class _Layer(nn.Module):
 
 
 def replayed_seconds(call: Callable[[], object]) -> float:
-    """Return the time of a call on the current GPU: from a CUDA graph and with an empty cache, as in a decode step.
+    """Return the median seconds of a call on the current GPU, from a CUDA graph and with a flushed L2 cache.
 
-    `torch.cuda.graph` is not used, because it returns all unused memory to the driver before each capture, of which
-    there are dozens.
+    A decode step runs kernels in this way. `torch.cuda.graph` is not used, because it returns all unused memory to the
+    driver before each capture, and there are dozens of captures.
     """
     call()  # compiles the kernel
     graph = torch.cuda.CUDAGraph()
@@ -250,10 +253,11 @@ def pinned_gemm(
     max_num_seqs: int,
     batch_invariant: bool = False,
 ) -> dict[str, str]:
-    """Return `linear_backend` for `LLM(...)`: the fastest of `backends`, or the one that the user names if it works.
+    """Return `{"linear_backend": name}` for `LLM(...)`. The name is the fastest of `backends`, or the user's choice.
 
-    Returns `{}` if no linear is FP8, or if the user names one that is not in `backends`. vLLM then starts with the
-    user's, and `numerics.require_auditable` checks the layers of the started engine.
+    Returns `{}` if no linear is FP8, or if the user's choice is not in `backends`. vLLM then starts with that choice,
+    and `numerics.require_auditable` checks the layers of the started engine. Raises `RuntimeError` if no kernel passes
+    its check. Collective.
     """
     user_backend = (user or {}).get("linear_backend")
     names = [name for name in backends if user_backend in (None, name)]
@@ -275,11 +279,11 @@ def fastest(
     row_counts: Sequence[int],
     agree: Agree = list,
 ) -> Gemm:
-    """Return the candidate that is fastest over all layers, among those that pass their check.
+    """Return the candidate that is fastest over all layers, among those that pass their check. Collective.
 
-    `RuntimeError` with the reason of each if none passes. All `row_counts` have the same weight, because each time is
-    divided by the time of the fastest candidate for as many rows. `candidates` are the same on all ranks. `gemms` maps
-    the shape of a weight to the number of layers that have it.
+    `candidates` are the same on all ranks. `gemms` maps the shape of a weight to the number of layers that have it.
+    All `row_counts` have the same weight, because each time is divided by the time of the fastest candidate for as
+    many rows. Raises `RuntimeError` with the reasons of all candidates if none passes.
     """
     reasons = {each.name: _tried(each, each.check)[1] for each in candidates}
     passed = _agreed(candidates, reasons, agree)
@@ -306,7 +310,7 @@ def fastest(
 
 
 def _agreed(candidates: Sequence[Gemm], reasons: Mapping[str, str | None], agree: Agree) -> list[Gemm]:
-    """Return the kernels that no rank rejected."""
+    """Return the kernels that no rank rejected. Raise `RuntimeError` if there is none. Collective."""
     failed = agree([float(reasons[each.name] is not None) for each in candidates])
     if all(failed):
         lines = [f"{each.name}: {reasons[each.name] or 'failed on another rank'}" for each in candidates]
@@ -343,10 +347,10 @@ def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mappin
 
 
 def find_nvcc() -> bool:
-    """Return whether DeepGEMM finds nvcc, the CUDA compiler. If pip's is the only one, set CUDA_HOME for good.
+    """Return whether DeepGEMM finds nvcc, the CUDA compiler.
 
-    Call this before DeepGEMM is imported, because DeepGEMM looks for nvcc only then. It reads NVCC_APPEND_FLAGS at
-    each compilation.
+    If pip's nvcc is the only one, set CUDA_HOME and NVCC_APPEND_FLAGS for it in this process' environment. Call this
+    before DeepGEMM is imported, because DeepGEMM looks for nvcc only then. nvcc reads the flags at each compilation.
     """
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
     if any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home))):

@@ -2,7 +2,7 @@
 
 start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   arguments of Platform and of parts
 sync:     InPlaceDelivery.deliver(PolicyWeights.tensors_to_send)
-generate: require_whole, then TRL's own, which calls verify once the engine is awake
+generate: InPlaceDelivery.require_whole, then TRL's `generate`, in which InPlaceDelivery.verify runs before sampling
 """
 
 from collections.abc import Iterator
@@ -40,15 +40,15 @@ class FP8VLLMGeneration(DeliveredGeneration):
     """Colocated vLLM engine whose weights and KV cache follow a recipe.
 
     Args:
-        recipe: What is FP8. If nothing is, the engine is BF16, and syncs work in the same way.
+        recipe: Which tensors are FP8. If none is, the engine is BF16, and syncs work in the same way.
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        parts: What features need of the engine, see `EnginePart`.
+        parts: Hooks of features into the engine, see `EnginePart`.
         after_sync: Called after each sync for a generation, before anything is sampled.
-        **kwargs: Those of TRL's `VLLMGeneration`.
+        **kwargs: The arguments of TRL's `VLLMGeneration`.
 
     Attributes, beside those of `RolloutEngine`:
         llm: vLLM's `LLM`.
-        engine: The same engine as a delivery sees it.
+        engine: The interface of the same engine for deliveries.
         weights: The source of the tensors that a sync sends.
         delivery: The `InPlaceDelivery` of these tensors to `engine`.
     """
@@ -75,7 +75,7 @@ class FP8VLLMGeneration(DeliveredGeneration):
         self.weights = self._one_of("weights") or PolicyWeights(self)
         if self.platform.name == "cpu" and not self.enable_sleep_mode:
             # vLLM's first forward may replace a table of rotary angles by one in the engine's dtype, so run it before
-            # layouts are made. On a GPU vLLM has run a forward by now, to measure its memory
+            # `constants` lists such tables. On a GPU vLLM has run a forward by now, to measure its memory
             with torch.random.fork_rng(devices=[]):
                 self.llm.prefill([0])
         constants = self.engine.constants(self.accelerator.device)
@@ -158,8 +158,8 @@ class FP8VLLMGeneration(DeliveredGeneration):
         if self.tensor_parallel_size > 1:
             self._require_as_many_prompts(len(prompts))
         if self.enable_sleep_mode and self.llm.asleep_with_weights:
-            self.wake_weights()  # they are those of the last sync. TRL would sync again before it generates
-        if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # if they were discarded, TRL syncs first
+            self.wake_weights()  # the last sync's weights still exist. If they slept on, TRL would sync again
+        if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # after they were discarded, TRL syncs first
             self.delivery.require_whole()
         output = super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
         require_same_prompts(prompts, output[0])

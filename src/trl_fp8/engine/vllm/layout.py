@@ -1,8 +1,8 @@
-"""The `Layout` of a vLLM engine, read off its modules once.
+"""The `Layout` (sync/pieces.py) of a vLLM engine, read off its modules once.
 
-vLLM fuses q, k, v into one parameter and gate, up into another. Each tensor parallel rank has its part of the rows or
-columns of a weight; of experts, the same part of every expert. The vocabulary is padded. To decode with MLA vLLM keeps
-two parts of kv_b_proj in another order. These are derived, that is, computed from what a sync wrote.
+vLLM fuses q, k, v into one parameter and gate, up into another. Each tensor parallel rank has a part of the rows or
+columns of a weight, and the same part of every expert. vLLM pads the vocabulary. To decode with MLA it also keeps both
+parts of kv_b_proj in another order. These copies are *derived*: computed from the weight that a sync wrote.
 """
 
 from collections.abc import Collection, Iterator
@@ -30,21 +30,22 @@ from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 from .numerics import UNTILED_SCALE, linear_format, tiled_scale
 
 
-# A layer of the policy, this rank's rows and columns of it (None: all), and its first row in the engine's parameter
+# Name of a layer of the policy, this rank's rows and columns of its weight (None: all), and the row of the engine's
+# parameter where they begin
 Shard = tuple[str, Span | Joined | None, Span | None, int]
 SCALES = tuple(f"_{which}_scale" for which in QKV)  # buffers of vLLM's attention modules
 SINKS = "sinks"  # parameter of vLLM's attention module: the sinks of its heads
 
 
 class Added(nn.Module):
-    """Base of layers that a part of the engine adds to vLLM's model. The policy has no names for them."""
+    """Base of layers that an `EnginePart` adds to vLLM's model. The policy has no such layers."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the pieces of the layer's tensors, by the names under which a sync sends them."""
+        """Yield the pieces of the layer's tensors, under the names by which a sync sends them."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, list]:
-        """Return what a trainer has to know of the layer if it is in a server, by names that the layer chooses."""
+        """Return name -> value of what a server tells the trainer about the layer, which chooses the names."""
         return {}
 
 
@@ -52,15 +53,15 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
     """Return the layout of an engine's model, without `Added` layers.
 
     `linears` and `buffers` are the names of the policy's linears and buffers in the engine. Projections that are one
-    linear in the policy, too, are one piece. `ValueError` if a kernel rearranges its tensors, where a sync cannot
-    write.
+    linear in the policy, too, are one piece. `ValueError` if a kernel rearranges its tensors, because a sync could not
+    write them.
     """
     pieces, seen, packed = [], set(), set()
     for prefix, module in model.named_modules():
         if isinstance(module, Added):
             continue
         for attribute, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:  # a tied output head
+            if id(parameter) in seen:  # an output head that is tied to the embeddings
                 continue
             seen.add(id(parameter))
             reason = _why_packed(module)
@@ -166,13 +167,13 @@ def _pieces_of_parameter(
 
 
 def _scale_spans(spans: tuple[Span | Joined | None, ...], spec: FormatSpec) -> tuple[Span | Joined | None, ...]:
-    """Return the spans of a weight's scales, of which each belongs to one of the format's blocks."""
+    """Return the spans of a weight's scales, one scale per block of the format, from the spans of the weight."""
     blocks = zip(spans, spec.weight_block, strict=True)
     return tuple(span.blocks(block) if span is not None else None for span, block in blocks)
 
 
 def _splits_equal_parts(rows: Span | Joined | None, module: nn.Module) -> bool:
-    """Return whether `rows` are the same span of each of several equal parts, and all rows of the module."""
+    """Return whether `rows` are the same span in each of several equal parts, and fill the module's parameter."""
     return (
         isinstance(rows, Joined)
         and rows.size != rows.whole
@@ -182,15 +183,15 @@ def _splits_equal_parts(rows: Span | Joined | None, module: nn.Module) -> bool:
 
 
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:
-    """Return the piece of experts' w13 `[E, 2I, K]` or w2 `[E, K, I]`, of their scales or biases, of which this rank
-    has its part of I.
+    """Return the piece of experts' w13 `[E, 2I, K]` or w2 `[E, K, I]`, or of their scales or biases.
 
-    Biases are `[E, 2I]` and `[E, K]`. Only the first rank holds and adds the bias of w2.
+    This rank has a part of the I rows or columns. Biases are `[E, 2I]` and `[E, K]`; only the first rank holds and
+    adds the bias of w2.
     """
     fused, _, kind = attribute.partition("_")
     kind = f"_{kind}".removeprefix("_weight")
     name = f"{prefix.partition('.experts.')[0]}.experts.{sent_expert_name(fused, module.ckpt_gate_proj_name)}{kind}"
-    # Rows of gate and up alternate, and the checkpoint's tensor is transposed
+    # GPT-OSS: rows of gate and up alternate, and the checkpoint's tensor is transposed
     interleaved = isinstance(module, GptOssRoutedExperts)
     rank, ranks = module.moe_config.tp_rank, module.moe_config.tp_size
     shape = getattr(module, attribute).shape
@@ -201,7 +202,7 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
         before, size = (None, None), shape[2]
     elif interleaved:
         before, size = (None,), shape[1]
-    else:  # gate, then up: dim 1 counts as two dims (gate or up, I), and this rank has a part of the second one
+    else:  # all of gate, then all of up: dim 1 is seen as [2, I], and this rank has a part of I
         equal = 1, 2
         before, size = (None, None), shape[1] // 2
     sent = (*before, Span(rank * size, size, ranks * size))
@@ -212,7 +213,7 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
 def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Piece:
     """Return the piece of `W_UK_T` `[H, D, R]` or `W_UV` `[H, R, D]`, with H heads of size D and a latent of size R.
 
-    If kv_b_proj is unquantized they are views of its memory, whose last dim may not be the contiguous one. Such a
+    If kv_b_proj is unquantized, vLLM's tensor may be a view of its memory, whose last dim is not contiguous. Then the
     piece is transposed, because a checksum reads contiguous rows.
     """
     if attribute not in ("W_UK_T", "W_UV"):
@@ -232,7 +233,7 @@ def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Pie
 def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection[str]) -> Iterator[Shard]:
     """Yield the shard of each of the policy's layers that `module` holds on this rank.
 
-    `linears` as for `engine_layout`.
+    `linears` are the names of the policy's linears in the engine.
     """
     if isinstance(module, linear.RowParallelLinear):
         columns = module.input_size_per_partition
@@ -250,8 +251,8 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
         parent, _, leaf = prefix.rpartition(".")
         rank, ranks = module.tp_rank, module.tp_size
         is_one = prefix in linears  # whether these projections are one linear in the policy, too
-        # Find for the parts that vLLM fuses: their names in the policy; `sizes`, their rows on this rank; and `spans`,
-        # the places of these rows in the policy's weights
+        # For each part that vLLM fuses here, find its name in the policy, its number of rows on this rank (`sizes`),
+        # and the place of these rows in the policy's weight (`spans`)
         if isinstance(module, linear.QKVParallelLinear):
             names = FUSED["qkv_proj"]
             sizes = module.output_partition_sizes
@@ -288,7 +289,7 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
 
 
 def _dealt(sizes: list[int], rank: int, ranks: int) -> list[Span]:
-    """Return the spans of `rank` in parts that are distributed evenly, `sizes` rows to each of `ranks` ranks."""
+    """Return the span of `rank` in each part. `sizes`: rows of a part that each of the `ranks` ranks has."""
     return [Span(rank * size, size, ranks * size) for size in sizes]
 
 

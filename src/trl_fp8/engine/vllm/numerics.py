@@ -3,7 +3,7 @@
 A sync writes e4m3 codes `[N, K]` and scales, one for each block, into a layer's own parameters, and nothing converts
 them afterwards. So a layer has to store them in this order, and its kernel has to read them anew in each call.
 `require_auditable` checks both after the start of an engine. If a kernel reads scales in another order (tiles), a sync
-writes them to an additional parameter, and rearranges them from there as vLLM does after a load.
+writes them to an additional parameter, and then rearranges them into the layer's own, as vLLM does after a load.
 """
 
 from collections import Counter, defaultdict
@@ -33,19 +33,19 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import HELD
 
 
-# Batch size from which vLLM's dynamic kernel runs DeepGEMM's kernel. For fewer rows it runs FlashInfer's (swapAB)
+# Rows from which vLLM's `Fp8BlockScaledDynamicMMLinearKernel` runs DeepGEMM. For fewer it runs FlashInfer's swapAB
 SMALL_BATCH = 32
 # vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. The list comes from
 # reading vLLM's source, because no tensor shows whether a kernel keeps a copy of its own
 AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 # Kernels that read scales in tiles of 128 rows and 4 columns. vLLM rearranges the scales after a load
 TILED = ("FlashInferCutlassMxfp8LinearKernel",)
-# Name of the additional parameter of such a layer, which holds the scales in the order of a sync
+# Name of the additional parameter of a layer with such a kernel. It holds the scales in the order of a sync
 UNTILED_SCALE = "untiled_scale"
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
-    """Return the attention module of each decoder layer by number; `RuntimeError` if a name has no unique number."""
+    """Return layer number -> attention module. `RuntimeError` unless each name has one number, and all differ."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, (Attention, MLAAttention)):
@@ -63,7 +63,7 @@ def quantizes_query(model: nn.Module) -> bool:
 
 
 def fp8_kernels(model: nn.Module) -> Counter[str]:
-    """Return name of each FP8 kernel -> number of layers that use it (`EngineNumerics.kernels`)."""
+    """Return kernel name -> number of layers that use it, for FP8 kernels (`EngineNumerics.kernels`)."""
     backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
     return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
 
@@ -92,7 +92,7 @@ def keep_untiled_scale(kernel: object, layer: nn.Module) -> None:
 
 
 def tiled_scale(layer: nn.Module) -> torch.Tensor:
-    """Return the scales of a layer with `UNTILED_SCALE` as its kernel reads them."""
+    """Return the scales in a layer's `UNTILED_SCALE`, rearranged into the tiles that its kernel reads."""
     rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
     return swizzle_mxfp8_scale(getattr(layer, UNTILED_SCALE).detach(), M=rows, K=columns)
 
@@ -100,7 +100,7 @@ def tiled_scale(layer: nn.Module) -> torch.Tensor:
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
     """Return how the FP8 linears quantize activations; None if no linear is FP8 (`EngineNumerics.linears`).
 
-    `RuntimeError` if different linears do it in different ways, because a trainer follows one.
+    `RuntimeError` if linears do it in different ways, because a trainer can compute in only one way.
     """
     scalings = {kernel_scaling(kernel) for kernel in _kernels(model)}
     if len(scalings) > 1:
@@ -112,7 +112,7 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
 
 
 def kernel_scaling(kernel: object, rows: int = SMALL_BATCH) -> ActivationScaling:
-    """Return how a linear kernel of vLLM's quantizes a batch of `rows` tokens."""
+    """Return how vLLM's linear kernel quantizes the activations of a batch of `rows` tokens."""
     if isinstance(kernel, Mxfp8LinearKernel):
         return ActivationScaling("pow2", E8M0_AMAX_FLOOR)
     if isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
@@ -147,7 +147,7 @@ def linear_format(module: nn.Module) -> FormatSpec | None:
 
 
 def require_auditable(model: nn.Module) -> None:
-    """Raise `RuntimeError` unless each FP8 layer of a started engine holds weight and scales as a sync writes them."""
+    """Raise `RuntimeError` unless a sync can write weight and scales of each FP8 layer of a started engine."""
     names_by_reason = defaultdict(list)
     for name, module in model.named_modules():
         reason = _why_unverifiable(module)
@@ -166,7 +166,7 @@ def require_auditable(model: nn.Module) -> None:
 
 
 def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
-    """Return why a sync cannot write to the layer of a linear kernel; None if it can."""
+    """Return why a sync cannot write weight and scales of a linear with this kernel; None if it can."""
     name = type(kernel).__name__
     spec = format_stored(layer.weight_block_size)
     if spec is None:
@@ -179,7 +179,7 @@ def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
 
 
 def _why_unverifiable(module: nn.Module) -> str | None:
-    """Return why a sync cannot write to a layer; None if it can, or if the layer is not FP8."""
+    """Return why a sync cannot write weight and scales of a module; None if it can, or if the module is not FP8."""
     method = getattr(module, "quant_method", None)
     if (kernel := fp8_kernel(module)) is not None:
         return why_linear_unverifiable(kernel, module)

@@ -1,12 +1,13 @@
 """The tensors of a policy: as a sync sends them to an engine, and as a checkpoint has them.
 
-Adapters are merged into one weight at a time; afterwards the weight gets its own values back, bit for bit. Parameters
-that FSDP2 or ZeRO-3 shards are gathered, which is a collective: for a sync in the engine's form (sync/shards.py), for
-a checkpoint whole, one after the other.
+Adapters are merged into one weight at a time; afterwards the weight gets its own values back, bit for bit. Sharded
+parameters (FSDP2, ZeRO-3) are gathered, which is a collective. A sync gathers them in the form that the engine stores
+(sync/shards.py). A checkpoint gathers whole parameters, one at a time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, closing, contextmanager
+from itertools import chain
 from typing import Protocol
 
 from accelerate import Accelerator
@@ -55,6 +56,7 @@ class PolicyWeights:
         """Return the `(checkpoint name, tensor)` pairs that a sync writes, in a `with` block."""
         reshard(self.model, self._dist)
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
+        # Whole tensors if adapters have to be merged into them first, or if ranks cannot gather rows in order
         if is_peft_model(self.model) or not self._sharded_over_one_group(parameters):
             return self.policy_tensors()
         return closing(self._gathered(parameters))
@@ -64,22 +66,23 @@ class PolicyWeights:
         return closing(self._generation._iter_named_params())
 
     def parameters(self) -> Iterator[NamedTensor]:
-        """Yield the policy by checkpoint name, without adapters and copies of modules that are not active."""
+        """Yield `(checkpoint name, parameter)` of the policy, without adapters and PEFT's other copies of modules."""
         for name, parameter in self.model.named_parameters():
             if not of_adapter(name, self.model):
                 yield checkpoint_name(name), parameter
 
     def whole(self, parameters: Callable[[], Iterator[NamedTensor]]) -> Iterator[NamedTensor]:
         """Yield parameters, gathered if FSDP2 shards them (a collective). Each is valid until the next is yielded."""
-        # Reshard first. An unsharded parameter is another object, which would lose its memory
+        # Reshard first: after a forward a parameter may be FSDP2's unsharded tensor, whose memory the next reshard
+        # frees
         reshard(self.model, self._dist)
         yield from self._gathered(list(parameters())) if self._dist.is_fsdp else parameters()
 
     def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[SentTensor]]:
         """Return those weights of the reference model that the engine calls `names`, in a `with` block.
 
-        `model` is a copy of the policy. Or it is the policy itself, whose adapters are disabled when the block is
-        entered, or whose active adapters are then the reference's.
+        `model` is a copy of the policy, or the policy itself with its adapters disabled or with the reference's
+        adapters active. Set the adapters before the call, and keep them until the block ends.
         """
         layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
         has_adapters = any(not layer.disable_adapters and layer.active_adapters for layer in layers)
@@ -91,9 +94,13 @@ class PolicyWeights:
         own = [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
         adapted = is_peft_model(model)
         adapters = adapters_of_parameters(model) if has_adapters else {}
+        # Each once, in the same order on all ranks
+        layers = list(dict.fromkeys(chain.from_iterable(adapters.values())))
+        # PEFT merges whole weights, so under ZeRO-3 the whole model is gathered first. FSDP2's shards are merged where
+        # they are, a collective, and gathered in the engine's form
         with self._dist.gather_params(list(model.parameters()) if adapted else []):
             if self._dist.is_fsdp or (not adapted and self._sharded_over_one_group(own)):
-                with merged({layer: None for layers in adapters.values() for layer in layers}):  # a collective
+                with merged(layers):
                     yield from self._gathered(own)
                 return
             for name, parameter in own:

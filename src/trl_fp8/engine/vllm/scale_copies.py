@@ -31,8 +31,8 @@ def fp8_attention_layers(
     """Return layer number -> attention module for the layers with an FP8 cache.
 
     Raises:
-        RuntimeError: The layers with a cache are not `kv_layers`; one of `skip_layers` has an FP8 cache, or another
-            layer has none; or a layer may keep further copies of its scales.
+        RuntimeError: Layers other than `kv_layers` have a cache; a layer in `skip_layers` has an FP8 cache; any other
+            has a BF16 cache; or a layer may keep further copies of its scales.
     """
     layers = attention_layers(model)
     if list(layers) != list(kv_layers):

@@ -1,7 +1,7 @@
 """`SyncAuditCallback`: compares the policy with the engine after each weight sync. Works with TRL's own trainers, too.
 
 TRL hands each tensor to vLLM's loader and does not check that it arrives. The audit rounds or quantizes each tensor of
-the policy once more, and cuts it as the engine fuses and shards it. It compares the result with the tensor that the
+the policy once more, cuts it as the engine fuses and shards it, and compares the result with the tensor that the
 engine computes with.
 
     when      after each `sync_weights`, and before a generation if there was no audit in this step yet
@@ -111,7 +111,7 @@ class SyncAuditCallback(TrainerCallback):
         self.audit()
 
     def _generate(self, generate: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
-        # A sleeping engine has no weights to compare. TRL syncs when it wakes the engine, which audits
+        # A sleeping engine has no weights to compare. TRL syncs when it wakes the engine, and `_sync` audits
         asleep = self._generation.enable_sleep_mode and self._generation._llm_weights_sleeping
         if not asleep and self._audited_step != self._trainer.state.global_step:
             self.audit()
@@ -188,13 +188,15 @@ class SyncAuditCallback(TrainerCallback):
         return lines
 
     def _is_tied(self, piece: Piece) -> bool:
-        """Return whether `piece` is an output head that the policy ties to its embeddings, with equal values."""
+        """Return whether `piece` is a head that the policy ties to its embeddings, with their values. Collective."""
         head = self._generation.model.get_output_embeddings()
         embeddings = self._generation.model.get_input_embeddings()
         if not piece.name.endswith("lm_head.weight") or head is None or head.weight is not embeddings.weight:
             return False
         in_engine = piece.of_engine()
-        return _difference(piece.of_sent(head.weight.detach()).to(in_engine.device), in_engine) is None
+        with self._generation._dist.gather_params([head.weight]):
+            expected = piece.of_sent(self._whole(head.weight)).to(in_engine.device)
+            return _difference(expected, in_engine) is None
 
     def _policy_tensors(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
         """Yield `(engine name, tensor as a sync sends it, base weight)` for each tensor of the policy. Collective.
@@ -203,8 +205,8 @@ class SyncAuditCallback(TrainerCallback):
         valid only until the next one is requested.
         """
         recipe = self._recipe
-        # `_merged` adds to this while it is consumed. A weight that is not FP8 comes out before the next one is
-        # pulled, so its base is still there
+        # `_merged` puts bases here while `by_scale` consumes it. `by_scale` yields a weight that is not FP8 before it
+        # pulls the next weight, so that its base is still here
         bases: dict[str, Tensor] = {}
         for weights in by_scale(self._merged(bases), recipe, recipe.fp8_tensors, copy=True):
             if recipe.fp8_tensors.issuperset(weights):
@@ -241,13 +243,13 @@ class SyncAuditCallback(TrainerCallback):
                     yield checkpoint_name(name), self._whole(parameter)
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
-        """Return all of a parameter, of which FSDP2 leaves each rank a part. Collective."""
+        """Return the whole of a parameter, gathered if FSDP2 shards it. Collective."""
         tensor = parameter.detach()
         return tensor.to(self._generation.accelerator.device).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _difference(expected: Tensor, in_engine: Tensor, tolerance: Tensor | None = None) -> str | None:
-    """Describe how `in_engine` differs from `expected`, which is rounded to the engine's dtype first; None if equal.
+    """Describe how `in_engine` differs from `expected`, rounded to the engine's dtype. None if it does not.
 
     With a `tolerance` (same shape) the engine's number passes if it lies between `expected - tolerance` and
     `expected + tolerance`, both rounded to the engine's dtype. Rounding is monotonic.

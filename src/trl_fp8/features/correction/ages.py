@@ -8,12 +8,12 @@ Each sync gives the engine a new version of the weights. The log-ratio of a toke
 where pi_v is the policy from which version v was made. The trainer keeps no weights of earlier versions, so it cannot
 compute pi_v of older tokens. A *fresh* token, of age 0, has no staleness, because its pi_v is the policy now. So if
 tokens have ages, `mismatch/*` is measured on fresh tokens alone. For tokens of one version the mean of -log r is
-KL(rollout || pi_v) + E[log pi_v - log pi_now]. So the mean of older tokens minus that of fresh ones is their
-staleness, if FP8 makes an equal mismatch in each version.
+KL(rollout || pi_v) + E[log pi_v - log pi_now]. So the mean of older tokens minus the mean of fresh tokens is
+E[log pi_v - log pi_now], their staleness as a KL, if FP8 makes an equal mismatch in each version.
 
     staleness/k1_kl/age_A, k3_kl/age_A     as in measures.py, of tokens of age A: staleness and mismatch together
-    staleness/k1_beyond_mismatch           mean of -log r of older tokens, minus that of the fresh tokens of the latest
-                                           batch that had any
+    staleness/k1_beyond_mismatch           mean of -log r of older tokens, minus the mean of the fresh tokens of the
+                                           latest batch that had any
     staleness/fraction_stale, age_mean, age_max
 """
 
@@ -26,14 +26,15 @@ from torch import Tensor
 from trl_fp8.run.batch import LogRatio, Metric, highest, mean_of, quotient
 
 
-# Metrics of tokens of any age, because a missing log-prob is a fault at any age
+# Measured on tokens of any age, because a missing log-prob is a fault at any age
 OF_ALL_AGES = ("mismatch/fraction_missing", "mismatch/fraction_broken", "mismatch/fraction_clamped")
 BEYOND_MISMATCH = "staleness/k1_beyond_mismatch"
+# Bin of ages -> [lowest age, highest age + 1]
 AGES = {"0": (0, 1), "1": (1, 2), "2": (2, 3), "3-4": (3, 5), "5-8": (5, 9), "9+": (9, torch.inf)}
 
 
 def of_age_0(ratio: LogRatio, ages_BT: Tensor) -> LogRatio:
-    """Return the log-ratios of fresh tokens. All masks leave out the other tokens."""
+    """Return the log-ratios of the fresh tokens: all masks are False at the others."""
     fresh_BT = ages_BT == 0
     masks = ("mask_BT", "scored_BT", "missing_BT", "broken_BT", "clamped_BT")
     values_BT = torch.where(fresh_BT, ratio.values_BT, 0.0)
@@ -41,7 +42,7 @@ def of_age_0(ratio: LogRatio, ages_BT: Tensor) -> LogRatio:
 
 
 def age_metrics(ratio: LogRatio, ages_BT: Tensor) -> dict[str, Metric]:
-    """Return `staleness/*` of one batch on one rank; `ages_BT` is int64. Means of nothing are NaN."""
+    """Return `staleness/*` of one batch on one rank. `ages_BT` is int64. A mean over no tokens is NaN."""
     log_r_BT = ratio.values_BT.double()
     k3_BT = torch.expm1(log_r_BT) - log_r_BT
     stale_BT = ratio.scored_BT & (ages_BT > 0)
@@ -64,10 +65,10 @@ def age_metrics(ratio: LogRatio, ages_BT: Tensor) -> dict[str, Metric]:
 
 
 def with_latest_mismatch(metric: Metric, latest: tuple[float, float]) -> tuple[Metric, tuple[float, float]]:
-    """Return `staleness/k1_beyond_mismatch` with the fresh parts of this batch, or with `latest` if it has no fresh
-    tokens, and those parts, which the caller passes as `latest` with the next batch.
+    """Return `staleness/k1_beyond_mismatch` also for a batch without fresh tokens, and the next value of `latest`.
 
-    Fresh parts are the sum of -log r over the tokens of age 0, and their number.
+    `metric` is that of `age_metrics`. `latest` is the sum of -log r over the fresh tokens of the latest batch that had
+    any, and their number. They stand in for this batch's if it has no fresh tokens.
     """
     stale, stale_tokens, fresh, fresh_tokens = metric.parts
     if fresh_tokens:

@@ -3,8 +3,8 @@
 TRL's `_generate_and_score_completions` returns a dictionary, whose entries its loss reads. A correction replaces a
 few:
 
-    importance_sampling_ratio   the correction's weights; with TRL's modes TRL's own, bit for bit, but for the special
-                                cases in importance.py
+    importance_sampling_ratio   the correction's weights. In TRL's four modes they equal TRL's bit for bit, except in
+                                the special cases that importance.py lists
     tool_mask                   with denominator="shrink": the tokens that count (the attention mask does not change)
     num_items_in_batch          with denominator="shrink": the number of these tokens on all ranks
     old_per_token_logps         with bypass: the rollout's log-probs
@@ -48,7 +48,8 @@ class Correction(Feature):
         self.correction = trainer.args.correction
         require_loss_with_weights(type(trainer), self.correction)
         self._warned: set[str] = set()
-        self._latest_fresh = 0.0, 0.0  # sum of -log r of the latest tokens of age 0, and their number
+        # Of the latest tokens that the current weights sampled (age 0, see ages.py): sum of -log r, and their number
+        self._latest_fresh = 0.0, 0.0
 
     def facts(self) -> dict[str, object]:
         return {"correction": asdict(self.correction)}
@@ -65,17 +66,18 @@ class Correction(Feature):
         for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
-                # One batch may be an outlier. If the run has a log, its report takes the place of the advice (all but
-                # the first sentence), because it averages over several steps
+                # One batch may be an outlier. If the run has a log, only the first sentence is printed, and the advice
+                # after it gives way to the report, which averages over several steps
                 if any(feature.keeps_log for feature in self.trainer.features):
                     text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)
 
 
 def require_loss_with_weights(trainer: type, correction: RolloutCorrection) -> None:
-    """Raise `ValueError` if the correction acts through weights, but the trainer's loss (as GMPO's) reads none.
+    """Raise `ValueError` if the correction acts through weights that the trainer's loss does not read (as GMPO's).
 
-    Whether it does is seen in its compiled code, in which the key of TRL's ratio is a constant.
+    A loss reads them if the key of TRL's ratio is among the constants of its compiled code, or of a loss that it calls
+    by `super()`.
     """
     has_weights = correction.level is not None or (correction.reject and correction.denominator == "keep")
     if correction.monitor_only or not has_weights:
@@ -88,9 +90,10 @@ def require_loss_with_weights(trainer: type, correction: RolloutCorrection) -> N
             if "super" not in code.co_names:  # else the weights may be read in the next class
                 raise ValueError(
                     f"{trainer.__name__} with {correction}: the loss of {base.__name__} reads no importance ratios, "
-                    "so the correction would change nothing. Set rollout_correction='monitor', which only "
-                    "measures, rollout_correction={'level': None, 'bypass': True}, which takes the rollout's "
-                    "log-probs for the old ones, or vllm_importance_sampling_correction=False."
+                    "so the correction would change nothing. In a loss of your own call super()._compute_loss, or "
+                    f"read inputs[{LOSS_WEIGHTS!r}] in that method. Otherwise choose rollout_correction='monitor' "
+                    "(only measure), rollout_correction={'level': None, 'bypass': True} (use the rollout's log-probs "
+                    "as the old ones), or vllm_importance_sampling_correction=False."
                 )
 
 

@@ -1,4 +1,4 @@
-"""Flags of the rollout correction. TRL's flags among them have another default if anything is FP8."""
+"""Flags of the rollout correction. Those that TRL has, too, get other defaults if anything is FP8."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from .presets import correction_from
 
 
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-# Sampling settings that change log-probs -> the values with which they do not
+# Sampling setting that changes log-probs -> the values with which it does not change them
 NEUTRAL_SAMPLING = {
     "top_p": (1.0,),
     "top_k": (0, -1, None),
@@ -30,7 +30,7 @@ NEUTRAL_SAMPLING = {
 }
 # Arguments of vLLM's engine that change log-probs, unless they are None or empty
 CHANGING_ENGINE_KWARGS = ("speculative_config", "spec_method", "spec_model", "logits_processors", "watermark_config")
-LOWEST_TEMPERATURE = 0.01  # vLLM 0.31 raises lower ones to it (_MAX_TEMP), and samples greedily at 0
+LOWEST_TEMPERATURE = 0.01  # vLLM 0.31 raises lower temperatures to this (_MAX_TEMP), and samples greedily at 0
 
 
 @dataclass
@@ -68,7 +68,8 @@ class CorrectionFlags(FlagGroup):
     def resolve(self) -> None:
         if self.rollout_correction is not None:
             self._require_one_choice()
-        # TRL checks its mode even if our correction replaces its ratio; with VESPO it accepts only modes of tokens
+        # A mode is also set beside a `rollout_correction`: TRL checks its mode even if this package's correction
+        # replaces TRL's, and with VESPO accepts only token modes
         replaced = self.any_fp8 or self.rollout_correction is not None
         if self.vllm_importance_sampling_mode is None:
             self.vllm_importance_sampling_mode = (
@@ -77,7 +78,7 @@ class CorrectionFlags(FlagGroup):
         clip_max = self.vllm_importance_sampling_clip_max
         if clip_max == "auto":
             clip_max = 2.0 if replaced else self.trl_default("vllm_importance_sampling_clip_max")
-        elif isinstance(clip_max, str):  # from a command line or YAML: a number, or none in any spelling
+        elif isinstance(clip_max, str):  # from a command line or YAML: a number or none
             try:
                 clip_max = None if clip_max.strip().lower() in ("none", "null") else float(clip_max)
             except ValueError:
@@ -92,7 +93,7 @@ class CorrectionFlags(FlagGroup):
         unset = {"mode": None, "clip_max": "auto", "clip_min": None, "cap": None}
         mode, clip_max = self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max
         if mode == self.fp8_sampling_mode and clip_max == 2.0:
-            # These are the values that `resolve` sets, so this config was made from the fields of another one
+            # These are the values that `resolve` sets, so this config was made from the fields of another config
             del unset["mode"], unset["clip_max"]
         also_set = []
         for suffix, default in unset.items():
@@ -108,7 +109,10 @@ class CorrectionFlags(FlagGroup):
 
     @property
     def correction(self) -> RolloutCorrection | None:
-        """Return the correction of this run. None without one, or if TRL corrects alone (nothing FP8, no preset)."""
+        """Return the correction that this package computes, or None.
+
+        Without FP8 and without `rollout_correction` there is none: TRL then corrects by itself.
+        """
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return None
         if self.rollout_correction is not None:
@@ -129,7 +133,7 @@ class CorrectionFlags(FlagGroup):
             self._check_correction()
 
     def _check_sampling(self) -> None:
-        """Refuse sampling that changes only the rollout's log-probs: a correction compares them with the trainer's."""
+        """Refuse sampling that changes vLLM's log-probs but not the trainer's, because a correction compares both."""
         if not self.vllm_importance_sampling_correction:
             return
         fields = {name: getattr(self, name) for name in NEUTRAL_SAMPLING if hasattr(self, name)}
@@ -137,7 +141,7 @@ class CorrectionFlags(FlagGroup):
         changing = [
             f"{name}={values[name]!r}"
             for name, neutral in NEUTRAL_SAMPLING.items()
-            if name not in self.followed_sampling and values.get(name, neutral[0]) not in neutral
+            if name not in self.followed_sampling and values.get(name, neutral[0]) not in (*neutral, {}, [])
         ]
         engine_kwargs = self.vllm_engine_kwargs or {}
         changing += [

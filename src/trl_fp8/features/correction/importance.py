@@ -3,19 +3,22 @@
 The engine samples from pi_rollout, but the loss assumes pi_trainer. Multiplying each term of the loss by r =
 pi_trainer / pi_rollout removes this bias and adds variance, which grows with the number of ratios in a product.
 Bounding r lowers the variance and brings back some bias. Three decisions are separate, because mixing them would hide
-what was dropped: weighting (`level` and `bound`), rejection (`rejection.py`, of raw ratios), and the denominator
-(whether rejected tokens count in the loss average).
+what was dropped:
+
+    weighting     each ratio becomes a bounded weight (`level` and `bound`)
+    rejection     rules on the unbounded ratios drop tokens and sequences (`rejection.py`)
+    denominator   rejected tokens count in the loss average, or do not
 
 Levels `"token"` and `"sequence"` equal TRL's four `vllm_importance_sampling_mode`s bit for bit, if no log-ratio
-reaches +-20. Beyond that TRL may overflow, and this module clamps. Weights in special cases:
+reaches +-20. Larger ones may overflow in TRL; this module clamps them. Weights in special cases:
 
-    padding, prompt, tool output       exactly 1, because VESPO sums log(weight) over all T columns
-    both log-probs equal               exactly 1
-    token without a rollout log-prob   1 at level "token"; else the weight of its sequence, whose log it does not
-    change
+    padding, tool output               exactly 1, because VESPO sums log(weight) over all T columns
+    unit with a log-ratio of 0         exactly 1, unless `batch_normalize` divides it
+    token without a rollout log-prob   1 at level "token"; at other levels the weight of its sequence, whose ratio it
+                                       does not change
 
-No value is read on the host, and no result carries gradient. Shapes: B sequences, T completion tokens. A *unit* is
-what has one ratio: a token ([B, T]) or a sequence ([B, 1]).
+No value is read on the host, and no result carries gradient. Shapes: B sequences, T completion tokens. A *unit* has
+one ratio: it is a token (tensors are [B, T]) or a sequence ([B, 1]).
 """
 
 from __future__ import annotations
@@ -39,10 +42,10 @@ class RolloutCorrection:
     """Settings of a correction. The default is token truncation at 2, the common choice for FP8 rollouts.
 
     Args:
-        level: The unit, and its ratio: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T). None
-            leaves all weights at 1, for example to reject without weighting.
+        level: The ratio that is bounded: r_t of a `"token"`, prod_t r_t of a `"sequence"`, or its `"geometric"` mean
+            (prod_t r_t)^(1/T). None leaves all weights at 1, for example to reject without weighting.
         bound: What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
-            weight to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
+            weight to 0 (IcePop when both bounds are set). A masked token stays in the denominator.
         bound_min: Lower bound of r = pi_trainer / pi_rollout, at most 1. None is no bound.
         bound_max: Upper bound, at least 1. None is no bound.
         reject: Rejection rules; a token is trained on if all accept it.
@@ -101,9 +104,9 @@ class RolloutCorrection:
 
     @property
     def fits_vespo(self) -> bool:
-        """Return whether VESPO can use the weights, of which it takes sum_t log(weight_t) as a sequence's log-ratio.
+        """Return whether VESPO can use the weights. It takes sum_t log(weight_t) as a sequence's log-ratio.
 
-        At level "geometric" the sum of T equal terms is that log-ratio; at "sequence" it would be T times too large.
+        At level "geometric" T equal terms add up to the log-ratio. At "sequence" each of the T terms is the log-ratio.
         """
         return self.level != "sequence"
 
@@ -114,7 +117,7 @@ class RolloutCorrection:
 
     @property
     def measures_centre(self) -> bool:
-        """Return whether a rejection band follows the KL measured in the run."""
+        """Return whether the centre of a rejection band is measured on each batch."""
         return any(rule.centre == "measured" for rule in self.reject)
 
 
@@ -123,20 +126,20 @@ class CorrectedRollout:
     """Result of a correction. No tensor carries gradient. Weights are finite, whatever values the log-probs have."""
 
     weights: Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
-    keep_mask: Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
-    loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] as in TRL's modes of sequences
+    keep_mask: Tensor  # [B, T] bool: the tokens that are trained on; False at padding and at rejected tokens
+    loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] as in TRL's sequence modes
     loss_mask: Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
-    old_logps: Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
-    metrics: dict[str, Metric]  # `correction/*` of this rank, which `measured` reads
+    old_logps: Tensor | None  # [B, T] replaces TRL's `old_per_token_logps`; None without `bypass`
+    metrics: dict[str, Metric]  # `correction/*` of this rank; `measures.measured` merges them
 
 
 def correct(
     ratio: LogRatio, correction: RolloutCorrection, all_reduce: Callable[[Tensor], Tensor] | None = None
 ) -> CorrectedRollout:
-    """Return the weights and the keep-mask for the log-ratios that `log_ratio` makes.
+    """Apply `correction` to the log-ratios of a batch. Return weights, masks and metrics.
 
-    `all_reduce` returns the sum of a small 1-D tensor over ranks; None: there is one rank. It is called once, and only
-    if `correction.needs_all_reduce`, so every rank calls it or none does.
+    `all_reduce` returns the sum of a 1-D tensor over ranks; None: there is one rank. It is called once if
+    `correction.needs_all_reduce`, else never, so all ranks call it together.
     """
     # Weights: the ratio of each unit, bounded, and divided by its mean if the correction says so
     raw, is_unit = _raw_ratio(ratio, correction.level)
@@ -167,17 +170,18 @@ def correct(
     if correction.monitor_only:
         ones_BT = torch.ones_like(weights_BT)
         return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, metrics)
-    # At level "sequence" TRL takes weights [B, 1] and broadcasts them over the tokens. With rejection that would not
-    # do, because tokens of a sequence may have different weights
+    # At level "sequence" TRL takes weights [B, 1] and broadcasts them over the tokens. With rejection they are [B, T],
+    # because tokens of a sequence may have different weights
     loss_weights = bounded if correction.level == "sequence" else weights_BT
     if correction.reject:
-        # A rejected token has weight 0. Outside of the denominator it needs weight 1, because VESPO multiplies the
-        # weights of all T columns
+        # A rejected token that counts in the denominator has weight 0. Any other is dropped by the loss mask and needs
+        # weight 1, because VESPO multiplies the weights of all T columns
         rejected_weight = 0.0 if correction.denominator == "keep" else 1.0
         loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, rejected_weight)
     old_logps_BT = None
     if correction.bypass:
-        # The rollout's log-probs, but at most 20 below the trainer's; the trainer's where the rollout's are missing
+        # Take the rollout's log-probs, and the trainer's where the rollout's are missing. Raise log-probs more than 20
+        # below the trainer's to that limit, because the ratio in the loss may overflow
         old_logps_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
         too_far_below = ratio.clamped_BT & (ratio.values_BT > 0)
         old_logps_BT = torch.where(too_far_below, ratio.trainer_BT - LOG_RATIO_BOUND, old_logps_BT)
@@ -185,7 +189,7 @@ def correct(
 
 
 def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
-    """Return the ratio of each unit, and which units have at least one scored token."""
+    """Return the ratio of each unit, and a mask of the units that have a scored token (run/batch.py)."""
     if level is None:
         return torch.ones_like(ratio.values_BT), ratio.scored_BT
     if level == "token":
@@ -204,7 +208,7 @@ def _batch_statistics(
     correction: RolloutCorrection,
     all_reduce: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean weight and the log of the bands' centre, over all ranks; 1 and 0 if they are not needed."""
+    """Return the mean weight (1 if it is not needed) and the log of the bands' centre (0), over all ranks."""
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
     zero = torch.zeros_like(one)
     if not correction.needs_all_reduce:
@@ -217,5 +221,5 @@ def _batch_statistics(
     mean = weight_total / unit_total.clamp(min=1)
     # If (nearly) all weights are masked to 0, a division by their mean would only amplify noise
     usable = (mean > 1e-8) & correction.batch_normalize
-    # -KL is at most 0, but its estimate may be larger
+    # The centre estimates -KL, which is at most 0, so clamp a larger estimate
     return torch.where(usable, mean, one), (centre_total / sequence_total.clamp(min=1)).clamp(max=0.0)

@@ -5,17 +5,17 @@ would fall to zero exactly when the correction throws the evidence away. With lo
 
     k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer), k3 never negative
     chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
-    chi2_sequence = mean_i (prod_t r)^2 - 1                 the same for whole sequences; log of prod_t r within +-20
+    chi2_sequence = mean_i (prod_t r)^2 - 1                 the same for sequences, with log(prod_t r) clamped to +-20
     ppl_ratio = mean_i exp(-mean_t log r)                   trainer perplexity / rollout perplexity, per sequence
     token_mult_prob_error = mean(exp|log r|)                1 is perfect; NeMo-RL's alarm metric
-    effective_sample_size = (sum r)^2 / (n sum r^2)         1 is perfect, 1/n is one token deciding everything
+    effective_sample_size = (sum r)^2 / (n sum r^2)         1 is perfect; 1/n if one of n tokens has all the weight
 
 An error that accumulates in an FP8 KV cache grows along a completion. So k3_kl is also measured by position and by
-completion length, and as `late_over_early`: in the second halves of completions, relative to the first halves.
+completion length. `late_over_early` is k3_kl of the second halves of completions, divided by that of the first halves.
 
-A metric that is averaged per rank and then over ranks is wrong if ranks have different numbers of tokens, and an
-`.item()` for each metric would synchronize each time. So the parts of these metrics are tensors on the device, and
-`measured` merges all of them over ranks and reads them at once.
+Ranks have different numbers of tokens, so a mean over their means would be wrong. An `.item()` for each metric would
+synchronize with the device each time. So the parts of a metric (run/batch.py) are tensors on the device. `measured`
+merges the parts of all metrics over ranks and reads them at once.
 """
 
 import math
@@ -39,22 +39,25 @@ from trl_fp8.run.batch import (
 )
 
 
-# Powers of four; the last bin is open. They are fixed, because all ranks and steps need the same metrics
+# Bins of positions and lengths, in tokens. The last bin is open. They are fixed, because all ranks and steps need the
+# same metrics
 BIN_EDGES = (0, 16, 64, 256, 1024, 4096, 16384)
 BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGES[-1]}+",)
+# Metrics that `importance.correct` has already reduced over ranks
 SAME_ON_ALL_RANKS = ("correction/batch_norm_factor", "correction/log_centre")
 
 
 def measured(
     metrics: Mapping[str, Metric], gather: Callable[[Tensor], Tensor] = lambda values: values
 ) -> dict[str, Metric]:
-    """Merge metrics, whose parts are 0-d tensors of this rank, over ranks. One collective, one synchronization.
+    """Merge metrics over ranks. Their parts are 0-d tensors of this rank before, and numbers afterwards.
 
-    `gather` concatenates or stacks a 1-D tensor over ranks. Bins without a token are left out.
+    `gather` concatenates or stacks a 1-D tensor over ranks. It is called once, and the device is read once. Bins
+    without a token are left out.
     """
     parts = torch.stack([part.double() for metric in metrics.values() for part in metric.parts])
     parts_of_ranks = gather(parts).reshape(-1, len(parts))
-    # Merge each part in all three ways on the device, and choose the way of its metric on the host
+    # Merge each part in all three ways on the device. On the host choose the way that its metric names
     ways = [parts_of_ranks.sum(dim=0), parts_of_ranks.amin(dim=0), parts_of_ranks.amax(dim=0)]
     rows = iter(torch.stack(ways, dim=1).tolist())
     result = {}
@@ -65,7 +68,7 @@ def measured(
             continue
         result[name] = Metric(values, metric.merge, metric.formula)
         if name in SAME_ON_ALL_RANKS:
-            result[name] = mean_of(result[name].value)  # over batches, a log has the mean
+            result[name] = mean_of(result[name].value)  # a log has the mean over batches, not the maximum
     if "correction/fraction_masked_tokens" in result:
         unused, tokens = result["correction/fraction_masked_tokens"].parts
         result["correction/all_rejected"] = mean_of(float(tokens > 0 and unused == tokens))
@@ -73,7 +76,7 @@ def measured(
 
 
 def mismatch_metrics(ratio: LogRatio) -> dict[str, Metric]:
-    """Return `mismatch/*` and the raw ratios in `correction/*` of one batch on one rank. Means of nothing are NaN."""
+    """Return `mismatch/*`, and `correction/*` of the raw ratios, of one batch on one rank. Empty means are NaN."""
     log_r_BT = ratio.values_BT.double()
     k3_BT = torch.expm1(log_r_BT) - log_r_BT
     distance_BT = log_r_BT.abs()
@@ -105,7 +108,7 @@ def correction_metrics(
     mask_BT: Tensor,  # tokens that are trained on, before rejection
     weights_BT: Tensor,  # after bound and normalization
     keep_BT: Tensor,  # tokens that all rejection rules accept
-    keep_by: Mapping[str, Tensor],  # tokens that each rule accepts
+    keep_by: Mapping[str, Tensor],  # statistic of a rule -> tokens that the rule accepts
     counted_BT: Tensor,  # tokens that the loss averages over
 ) -> dict[str, Metric]:
     """Return the metrics of a correction of one batch on one rank.
@@ -132,7 +135,7 @@ def correction_metrics(
 
 
 def _ratio_metrics(prefix: str, log_r: Tensor, scored: Tensor) -> tuple[Metric, dict[str, Metric]]:
-    """Return chi2, and the metrics named `prefix`, of the ratios of scored tokens [B, T] or sequences [B]."""
+    """Return chi2, and `correction/PREFIX...`, of the ratios of the tokens [B, T] or sequences [B] in `scored`."""
     r = log_r.exp()
     count = scored.sum()
     total = _sum_of(r, scored)
@@ -150,7 +153,7 @@ def _growth_metrics(ratio: LogRatio, k3_BT: Tensor) -> dict[str, Metric]:
     scored_BT = ratio.scored_BT.double()
     mask_BT = ratio.mask_BT
     length_B1 = mask_BT.sum(dim=-1, keepdim=True)
-    place_BT = mask_BT.cumsum(dim=-1) - 1  # counts tokens that the policy wrote, without the output of tools
+    place_BT = mask_BT.cumsum(dim=-1) - 1  # index among the tokens that the policy wrote, without the output of tools
     is_late_BT = 2 * place_BT >= length_B1
     late = (k3_BT * is_late_BT).sum(), (scored_BT * is_late_BT).sum()
     early = (k3_BT * ~is_late_BT).sum(), (scored_BT * ~is_late_BT).sum()

@@ -1,8 +1,8 @@
-"""Published corrections by name, each with its source.
+"""Corrections by name, each with its source.
 
 A preset does what its source does, including the choice of denominator; it is not a recommendation. Narrow bands
 around 1 (`geometric_ratio` 0.999 .. 1.001) were published for BF16 rollouts, and reject most FP8 sequences.
-`fp8_geometric_token_tis` is the version for FP8, and `docs/rollout_correction.md` has the arithmetic.
+`fp8_geometric_token_tis` has a band for FP8. docs/rollout_correction.md has the arithmetic.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class Preset(NamedTuple):
 
 
 _VETO = Rejection("token_veto", minimum=1e-4)
-_FP8_BAND = Rejection("geometric_ratio", 0.98, 1.02, centre="measured")  # around exp(-KL), wide enough for FP8
+_FP8_BAND = Rejection("geometric_ratio", 0.98, 1.02, centre="measured")  # multiplied by exp(-KL); wide enough for FP8
 _VERL_BAND = Rejection("geometric_ratio", 0.999, 1.001)
 _VERL_SEQUENCES = Rejection("sequence_ratio", 0.5, 2.0)
 
@@ -51,8 +51,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 def correction_from(value: str | Mapping[str, object]) -> RolloutCorrection:
     """Return the correction for the name of a preset or for a mapping of fields of `RolloutCorrection`.
 
-    `"reject"` of a mapping lists rules in the syntax of `Rejection.parse`, e.g.
-    `"geometric_ratio:0.98:1.02:measured"`.
+    The field `"reject"` lists rules in the syntax of `Rejection.parse`, e.g. `"geometric_ratio:0.98:1.02:measured"`.
 
     Raises:
         ValueError: The preset or a field is unknown, or the fields contradict each other.

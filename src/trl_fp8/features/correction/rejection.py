@@ -1,9 +1,10 @@
 """Rejection: which tokens or whole sequences are too far from the policy to learn from at all.
 
-Weighting (`importance.py`) repairs a sample, rejection drops it. A metric counts what each rule dropped.
+Weighting (`importance.py`) repairs a sample, rejection drops it. `correction/fraction_rejected/*` has the share of
+tokens that each rule drops.
 
-A rule accepts if minimum <= statistic <= maximum, where the statistic is made of r = pi_trainer / pi_rollout. Tokens
-that were not scored (run/batch.py) do not enter it.
+A rule accepts if minimum <= statistic <= maximum. The statistic is computed from r = pi_trainer / pi_rollout of the
+scored tokens (run/batch.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Rejection:
     """One rule: a statistic, and the band in which it accepts.
 
     Args:
-        statistic: Which ratio is compared with the band, and what is dropped if it is outside:
+        statistic: The ratio that must be inside the band, and what is dropped if it is outside:
 
             - `"token_ratio"`: r_t of a token; drops the token.
             - `"token_veto"`: r_t of any token, usually with a minimum of 1e-4; drops the sequence.
@@ -34,9 +35,9 @@ class Rejection:
             - `"geometric_ratio"`: the T-th root of this product; drops the sequence.
         minimum: Lower bound of the ratio, at most 1. None: no bound.
         maximum: Upper bound of the ratio, at least 1. None: no bound.
-        centre: `"measured"` multiplies the band of a `"geometric_ratio"` by exp(-KL), as measured in the run. The mean
-            of log r is -KL. So if the KL of FP8 is comparable to the band's width, a band around 1 rejects typical
-            sequences.
+        centre: `"measured"` multiplies the band of a `"geometric_ratio"` by exp(-KL), which is measured on each batch.
+            The mean of log r is -KL. So if the KL of FP8 rollouts is comparable to the band's width, a band around 1
+            rejects typical sequences.
     """
 
     statistic: Statistic
@@ -101,7 +102,7 @@ def bound_problems(
 
 def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the median of the sequences' mean log-ratios, which estimates -KL, and the number of these sequences."""
-    # Not their mean: a single broken sequence (log r = -20 throughout) would move it away from all other sequences
+    # Not the mean, which a single broken sequence (log r = -20 throughout) moves away from all other sequences
     mean_B1 = ratio.mean_over_sequence_B1(ratio.values_BT.double())
     candidates_B = torch.where(ratio.has_evidence_B1, mean_B1, torch.nan).flatten()
     # `nanquantile` ignores NaN, but raises for an empty tensor, so append one
@@ -110,7 +111,7 @@ def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | float) -> torch.Tensor:
-    """Return which tokens `rule` accepts, bool [B, T]. `log_centre` shifts a band with `centre="measured"`."""
+    """Return the mask [B, T] of tokens that `rule` accepts. `log_centre` shifts a band with `centre="measured"`."""
     log_r = ratio.values_BT.double()
     if rule.statistic == "sequence_ratio":
         log_r = log_r.sum(dim=-1, keepdim=True)
@@ -119,7 +120,7 @@ def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | fl
     if rule.centre == "measured":
         log_r = log_r - log_centre
     keep = torch.ones_like(log_r, dtype=torch.bool)
-    if rule.minimum:  # neither None nor 0, below which there is no ratio
+    if rule.minimum:  # a minimum of 0 bounds nothing, as ratios are positive
         keep &= log_r >= math.log(rule.minimum)
     if rule.maximum is not None:
         keep &= log_r <= math.log(rule.maximum)

@@ -7,12 +7,13 @@ vLLM 0.31 cannot calibrate scales itself. The flag `kv_calibration` chooses betw
     policy    forwards with the new weights over a bounded number of tokens: the coming prompts and the latest rollouts
 
 The latest rollouts are all that training generated at one step, never those of an evaluation. Before the first
-rollouts both sources have only prompts. These forwards get token ids without images, so a model with images uses the
-old-log-prob pass in mode `policy`, too. The old-log-prob pass also counts the elements that were clipped under the
+rollouts both sources have only prompts. The forwards of `policy` see token ids but no images. For a model that takes
+images, `policy` therefore also uses the magnitudes of the old-log-prob pass, and the larger of the two count. The
+old-log-prob pass also counts the elements that were clipped under the
 scales of the rollouts. If there are too many in training, the margin is doubled.
 
-All that changes from call to call is one immutable `KVState`. These are the calls of a step, in order. All but
-`watching` return the next state:
+Everything that changes during a run is in a `KVState`. It is immutable: these calls of a step, in order, return the
+next one, all but `watching`:
 
     state.expecting(prompts)              before each call of the engine
     next_scales(state, calibration, ...)  in a sync, for the coming prompts
@@ -25,7 +26,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -87,13 +88,13 @@ class KVState:
 
     step: int = -1  # step at which training generated last; -1: none yet
     rollouts: list[list[int]] = field(default_factory=list)  # mode 'policy': token ids of that step, bounded
-    amax_L3: Tensor | None = None  # over all rollouts of that step; None: none observed, or not used in mode 'policy'
+    amax_L3: Tensor | None = None  # over all rollouts of that step; None: nothing was observed yet, or not needed
     saturated_L2: Tensor | None = None  # share of clipped k and v in training's latest rollouts
     margin_factor: float = 1.0  # multiplies the margin: 1, doubled up to 16 when rollouts saturate
 
     coming_prompts: list[list[int]] | None = None  # token ids; None: not known yet
-    margin: float | None = None  # the latest scales' margin with all factors; None: no scales yet
-    latest_factor: float = 1.0  # the `margin_factor` in the latest scales
+    margin_in_use: float | None = None  # margin in the engine's present scales, all factors included; None: no scales
+    factor_in_use: float = 1.0  # `margin_factor` in these scales; `margin_factor` itself may have grown since
     new: NewRollouts | None = None
     evaluation_warned: bool = False  # a warning of saturation in an evaluation was given, once a run
 
@@ -106,16 +107,16 @@ class KVState:
     ) -> "KVState":
         """Note new rollouts: token ids of prompt and completion, and the `scales` under which they were sampled.
 
-        `step` is the step of training; None: an evaluation. Raises `RuntimeError` if no scales were made yet, and as
-        `observed`.
+        `step` is the step of training; None: an evaluation. Raises `RuntimeError` if no scales were made yet, or if
+        `observed` does.
         """
-        if self.margin is None:
+        if self.margin_in_use is None:
             raise RuntimeError("rollouts arrived before next_scales() has made any scales for the engine.")
         _, state = self.observed(calibration)
         same_step = step == state.step
         hook = calibration.hook
         observation = QKVObservation(hook.layers, hook.device, scales_L3=scales.values.to(hook.device))
-        state = replace(state, new=NewRollouts(observation, step is not None, same_step, state.latest_factor))
+        state = replace(state, new=NewRollouts(observation, step is not None, same_step, state.factor_in_use))
         if step is None:
             return state
         if calibration.mode != "policy":
@@ -126,13 +127,13 @@ class KVState:
     def watching(self, hook: AttentionHook) -> AbstractContextManager[None]:
         """Observe the new rollouts in a forward of the trainer.
 
-        This is TRL's old-log-prob pass, which is over all of them. Without that pass it is each forward of the loss,
-        until `saturation` or `next_scales` is called.
+        The forward is TRL's old-log-prob pass, which sees all new rollouts. Where TRL runs no such pass, each forward
+        of the loss is observed, until `saturation` or `next_scales` is called.
         """
         return self.new.observation.watching(hook) if self.new else nullcontext()
 
     def observed(self, calibration: Calibration) -> tuple[Tensor | None, "KVState"]:
-        """Add what forwards over the new rollouts have shown to the state; if there was one, this is a collective.
+        """Merge the observation of the new rollouts into the state. Collective, if any forward has run over them.
 
         Returns the share `[L, 2]` of clipped k and v, the largest over ranks (None without a forward), and the next
         state. Raises `RuntimeError` inside such a forward.
@@ -149,7 +150,7 @@ class KVState:
         clipped = bool(saturated_L2.max() > SATURATION_LIMIT)
         state = self._after_observation(calibration, amax_L3, saturated_L2, clipped)
         if clipped:
-            self._warn(calibration, saturated_L2, state.margin_factor)
+            self._warn(calibration, saturated_L2)
         return saturated_L2, state
 
     def _after_observation(
@@ -169,18 +170,19 @@ class KVState:
             amax_L3 = torch.maximum(amax_L3, self.amax_L3.to(amax_L3.device))
         return replace(self, new=None, amax_L3=amax_L3, saturated_L2=saturated_L2, margin_factor=factor)
 
-    def _warn(self, calibration: Calibration, saturated_L2: Tensor, factor: float) -> None:
-        """Warn that k or v of the new rollouts were clipped. `factor` is the next `margin_factor`."""
+    def _warn(self, calibration: Calibration, saturated_L2: Tensor) -> None:
+        """Warn that k or v of the new rollouts were clipped."""
         # Name the layer and tensor of which most was clipped
         layer, column = divmod(int(saturated_L2.argmax()), 2)
         more = int((saturated_L2 > SATURATION_LIMIT).any(1).sum()) - 1
         percent = 100 * saturated_L2.max()
         clipped = f"{percent:.2g} % of layer {layer}'s {QKV[1 + column]} values were clipped in the KV cache"
         if more:
-            clipped += f" (fewer of {more} more layers)"
+            layers = f"{more} other layers" if more > 1 else "another layer"
+            clipped += f" (and a smaller share of {layers})"
         if self.new.in_training:
-            if factor == self.margin_factor and factor != WIDEST_MARGIN_FACTOR:
-                return  # an earlier generation since the same sync has widened the margin, and has warned
+            if self.margin_factor > self.new.margin_factor:
+                return  # another generation under the same scales has widened the margin, and has warned
             if self.margin_factor < WIDEST_MARGIN_FACTOR:
                 remedy = "the next sync doubles the margin. Nothing to do unless it repeats."
             else:
@@ -201,8 +203,8 @@ class KVState:
     def saturation(self, calibration: Calibration) -> tuple[Tensor | None, "KVState"]:
         """Return the share `[L, 2]` of clipped k and v, the largest over ranks, and the next state. Collective.
 
-        The share is of an evaluation's rollouts right after their old-log-prob pass, else of training's latest ones.
-        None if no forward has seen these rollouts.
+        If the latest rollouts are an evaluation's, the share is theirs: call this after their old-log-prob pass.
+        Otherwise it is that of training's latest rollouts. None if no forward has seen the rollouts.
         """
         saturated_L2, state = self.observed(calibration)
         if self.new is not None and not self.new.in_training:
@@ -238,24 +240,28 @@ class KVState:
 def next_scales(state: KVState, calibration: Calibration, model: nn.Module) -> tuple[KVScales, KVState]:
     """Return the scales for the policy as it is now, and the next state. Collective.
 
-    `model` is the policy as the trainer calls it, in its wrappings.
+    `model` is the policy as the trainer calls it, with its wrappers (PEFT, DDP, FSDP2).
 
     Raises:
-        ValueError: As `kv_scales_from_amax`, or no sequence has a token.
+        ValueError: `kv_scales_from_amax` raises it, or every sequence is empty.
         RuntimeError: The coming prompts are needed but not known, or a forward over new rollouts is under way.
     """
     _, state = state.observed(calibration)
     margin = calibration.margin * state.margin_factor
     if calibration.mode == "rollout" and state.amax_L3 is not None:
         amax_L3 = state.amax_L3
-    else:  # run the coming prompts and the latest rollouts, alternately because the number of tokens is bounded
+    else:  # run forwards over the coming prompts and the latest rollouts
         only_prompts = not state.rollouts  # before the first rollouts
         if only_prompts and state.coming_prompts is None:
             raise RuntimeError("next_scales() needs the coming prompts, but expecting() was not called yet.")
+        # Alternate both kinds: only the first `max_tokens` tokens are run, and neither kind may use them all up
+        pairs = zip_longest(state.coming_prompts or (), state.rollouts)
+        sequences = [sequence for pair in pairs for sequence in pair if sequence]
+        # Outliers of k are a property of the model, and finding them takes more operations: look once, at the start
         observation = observe_sequences(
             model,
             calibration.hook,
-            list(chain.from_iterable(zip_longest(state.coming_prompts or (), state.rollouts, fillvalue=[]))),
+            sequences,
             pad_token_id=calibration.pad_token_id,
             max_tokens=calibration.max_tokens,
             fused_lm_head=calibration.fused_lm_head,
@@ -274,7 +280,7 @@ def next_scales(state: KVState, calibration: Calibration, model: nn.Module) -> t
             if errors:
                 logger.warning(outlier_message(errors))
     scales = kv_scales_from_amax(amax_L3, margin, calibration.hook.kv_layers)
-    return scales, replace(state, margin=margin, latest_factor=state.margin_factor)
+    return scales, replace(state, margin_in_use=margin, factor_in_use=state.margin_factor)
 
 
 def outlier_message(errors: dict[int, float]) -> str:

@@ -12,7 +12,7 @@ from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
 
 
 class EngineScales(EnginePart):
-    """A `sync.records.CarriedValue`: the scales of the FP8 KV cache."""
+    """The KV cache's part of an engine. It is also what each sync carries: it has the methods of `CarriedValue`."""
 
     name = KV_SCALES
 
@@ -30,9 +30,9 @@ class EngineScales(EnginePart):
         return self
 
     def resume(self, scales_L3: torch.Tensor) -> None:
-        """Set the scales for a delivery without calibration; does nothing once there are scales.
+        """Set the scales of a resumed run, until its first sync calibrates; does nothing after that.
 
-        A resumed run may begin with a loss on saved rollouts, which were sampled under these scales.
+        Such a run may begin with a loss on saved rollouts, which were sampled under these scales.
         """
         if self.value is None:
             self.value = KVScales(scales_L3.cpu())

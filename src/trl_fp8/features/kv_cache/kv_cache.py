@@ -1,14 +1,14 @@
-"""The engine's FP8 KV cache, from the trainer's side: it calibrates the scales and simulates the rounding.
+"""The trainer's side of the engine's FP8 KV cache: it calibrates the scales and simulates the rounding.
 
-    coming prompts    noted, because a calibration that has no rollouts yet runs them     `before_turn`
-    sync              calibrates, and sends the scales to the engine                      `engine_scales.py`
-    old log-probs     observed: their q, k and v decide the next scales                   `scoring`
+    `before_turn`              keeps the coming prompts, over which a calibration may run the policy
+    `engine_scales.py`         calibrates at each sync, and sends the scales to the engine
+    `scoring`                  observes q, k and v of the old-log-prob pass, which decide the next scales
 
 With `simulate_kv_cache` the trainer also rounds k and v (and q) as the engine's cache does:
 
-    old log-probs     under the scales of the latest sync; so does a reference            `scoring`, `reference`
-    batch             gets these scales, a copy for each sequence: TRL shuffles sequences `extend_batch`
-    loss              rounds under the scales of its batch                                `begin_loss`
+    `scoring`, `reference`     round under the scales of the latest sync
+    `extend_batch`             adds these scales to the batch, a copy for each sequence, because TRL shuffles sequences
+    `begin_loss`               rounds under the scales of the loss's batch
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,12 +33,12 @@ from .calibration import Calibration, KVState, next_scales
 from .observation import observe_sequences
 
 
-ROLLOUT_SCALES = "kv_scales"  # key of a batch, [B, L, 3] fp32: scales of its rollouts, the same in every row
+ROLLOUT_SCALES = "kv_scales"  # key of a batch. [B, L, 3] fp32: the scales of its rollouts, the same in every row
 FIRST_ROWS = 16  # rows of the dataset in which kv_cache_skip_layers='auto' looks for outliers
 
 
 class KVCache(Feature):
-    """Calibrates and simulates the cache. Resolves kv_cache_skip_layers='auto' in the run's recipe."""
+    """Calibrates and simulates the cache. Replaces kv_cache_skip_layers='auto' in the recipe by layer numbers."""
 
     def __init__(self, trainer, recipe: FP8Recipe):
         super().__init__(trainer)
@@ -46,7 +46,7 @@ class KVCache(Feature):
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
         self.hook = hook_of(trainer.model)
         self.hook.skip(recipe.kv_cache_skip_layers)
-        if args.skip_layers is None:  # 'auto'; () if there is no layer to skip
+        if args.skip_layers is None:  # kv_cache_skip_layers='auto'
             tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
                 error_L = observe_sequences(
@@ -59,7 +59,7 @@ class KVCache(Feature):
                 ).logit_error_L
             recipe = args.recipe_for(trainer.model, kv_cache_skip_layers=tuple(outlier_layers(error_L)))
             self.hook.skip(recipe.kv_cache_skip_layers)
-        trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
+        trainer.recipe = recipe  # 'auto' is replaced by layer numbers
         self.reference_hook = hook_of(trainer.ref_model) if trainer.ref_model is not None else None
         if self.reference_hook:
             self.reference_hook.skip(recipe.kv_cache_skip_layers)
@@ -75,7 +75,7 @@ class KVCache(Feature):
             forward=trainer.packed_forward,
         )
         self.kv_state = KVState()
-        self._engine_scales = None  # an `EngineScales`, which `engine_part` makes
+        self._engine_scales = None  # an `EngineScales`; `engine_part` sets it
         self._sent: list[KVScales] = []  # scales of each sync that this process made, the latest last
         self._logged: dict[bool, KVScales] = {}  # is in training -> scales whose metrics were added last
 
@@ -86,7 +86,7 @@ class KVCache(Feature):
         return self._engine_scales
 
     def calibrate(self) -> KVScales:
-        """Make the scales of the policy as it is now. Each sync calls this. Collective."""
+        """Return new scales for the policy's present weights. Each sync calls this. Collective."""
         scales, self.kv_state = next_scales(self.kv_state, self.calibration, self.trainer.model_wrapped)
         return scales
 
@@ -105,7 +105,7 @@ class KVCache(Feature):
     def after_sync(self) -> None:
         scales = self.latest_scales
         if self._sent and torch.equal(self._sent[-1].values, scales.values):
-            scales = self._sent[-1]  # powers of two rarely change, so a long run keeps few tensors
+            scales = self._sent[-1]  # keep one object for equal scales: powers of two rarely change
         self._sent.append(scales)
 
     def after_generation(self, rollouts: Rollouts) -> None:
@@ -114,7 +114,8 @@ class KVCache(Feature):
                 f"rollouts are {rollouts.age} syncs old, but this process has made only {len(self._sent)} syncs: the "
                 "rollouts come from another run, or from before a resume."
             )
-        # The rollouts may come from several syncs. Assume the smallest of their scales, under which most is clipped
+        # The rollouts may come from several syncs. Count clipped values under the smallest scales of these syncs,
+        # because they clip most
         latest = self.latest_scales
         candidates = [latest, *self._sent[-1 - rollouts.age : -1]]
         smallest = KVScales(torch.stack([scales.values for scales in candidates]).amin(0))
@@ -129,7 +130,7 @@ class KVCache(Feature):
             "fp8/calibration_seconds": mean_of(self.trainer.vllm_generation.last_sync.prepare_seconds),
             "fp8/kv_scale_min": lowest(scales.min().item()),
             "fp8/kv_scale_max": highest(scales.max().item()),
-            "fp8/kv_margin": highest(self.kv_state.margin),
+            "fp8/kv_margin": highest(self.kv_state.margin_in_use),
         }
 
     @contextmanager
@@ -141,7 +142,7 @@ class KVCache(Feature):
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         """Use the policy's scales: the KL divergence compares two models, not two ways to round k and v."""
         with self._as_engine(self.trainer.args.simulate_kv_cache):  # sets the scales of the policy's hook
-            hook = self.reference_hook or self.hook  # without a reference model: the policy, adapters disabled
+            hook = self.reference_hook or self.hook  # without a reference model, the policy with its adapters disabled
             with hook.as_engine(self.hook.scales_L3):
                 yield
 
@@ -149,10 +150,10 @@ class KVCache(Feature):
         return self._as_engine(simulated=True)
 
     def _as_engine(self, simulated: bool) -> AbstractContextManager:
-        """Count positions as the engine does, and set the scales under which the policy rounds k and v.
+        """Count positions as the engine does inside the block, and set the scales under which the policy rounds k, v.
 
-        Inside a loss these stay the ones that `begin_loss` set. Elsewhere they are those of the latest sync if
-        `simulated`, else none.
+        Inside a loss the scales that `begin_loss` set stay. Elsewhere the policy rounds under the scales of the latest
+        sync if `simulated`, else not at all.
         """
         scales_L3 = self.hook.scales_L3
         if scales_L3 is None and simulated:
@@ -167,13 +168,14 @@ class KVCache(Feature):
         saturated_L2, self.kv_state = self.kv_state.saturation(self.calibration)
         if saturated_L2 is not None:
             fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
-            batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # already the maximum over ranks
+            batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # the same on all ranks
             batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self.hook.align(True)
-        # A resumed run may begin with rollouts of an attempt that simulated the cache, also if this one does not. If
-        # weights are delivered before this loss, these scales go with them. After the first sync `resume` does nothing
+        # A resumed run may begin with saved rollouts, with their scales in the batch if the saved run simulated the
+        # cache. A delivery of weights before the first sync needs them even if this run does not simulate. After that
+        # sync `resume` does nothing
         if ROLLOUT_SCALES in inputs:
             scales_L3 = inputs[ROLLOUT_SCALES][0]
             self._engine_scales.resume(scales_L3)
@@ -207,7 +209,7 @@ class KVCache(Feature):
 
     @property
     def latest_scales(self) -> KVScales:
-        """Return the scales that the engine got at the latest sync."""
+        """Return the scales that the latest sync sent to the engine."""
         return self.trainer.vllm_generation.last_sync.carried[KV_SCALES]
 
     @property
@@ -217,17 +219,17 @@ class KVCache(Feature):
     def _first_prompts(self) -> list[list[int]]:
         """Return the token ids of the first prompts of the dataset."""
         rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]
-        if not rows:  # as with environments, which make their own prompts
+        if not rows:  # for example if environments make the prompts
             raise ValueError(
                 f"kv_cache_skip_layers='auto' looks at the first {FIRST_ROWS} rows of train_dataset, and none of them "
                 "has a prompt. Name the layers instead, or set kv_cache_skip_layers=None."
             )
-        # TRL 1.16 sets this attribute for each batch: by it, tokenization looks up the tools of a row's environment
+        # TRL 1.16 sets this attribute for each batch. Tokenization looks up the tools of a row's environment in it
         self.trainer._batch_environments = [row.get("environment") for row in rows]
         prompts = []
         for row in rows:
             prompt, images = row["prompt"], row.get("images") or [row.get("image")]
-            if images != [None]:  # put them into the prompt, as TRL does
+            if images != [None]:  # put the images into the prompt, as TRL does
                 prompt = prepare_multimodal_messages(prompt, images=images)
             prompts.append(prompt)
         return self.trainer.prompt_token_ids(prompts)

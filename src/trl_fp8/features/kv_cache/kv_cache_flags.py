@@ -12,7 +12,7 @@ from trl_fp8.run.feature import FlagGroup, flag
 
 KV_CACHE_DTYPES = ("fp8", "auto")
 KV_CALIBRATIONS = ("rollout", "policy")
-K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_layer_norm")  # names of k's normalization in transformers
+K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_layer_norm")  # names of the normalization of k in transformers
 
 
 @dataclass
@@ -63,7 +63,7 @@ class KVCacheFlags(FlagGroup):
 
     @property
     def skip_layers(self) -> tuple[int, ...] | None:
-        """Return `kv_cache_skip_layers` as numbers, () if it is not set. None for 'auto': a run finds the layers."""
+        """Return `kv_cache_skip_layers` as numbers: () if it is not set, None for 'auto' (a run finds the layers)."""
         if self.kv_cache_skip_layers == ["auto"]:
             return None
         return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
@@ -102,7 +102,7 @@ class KVCacheFlags(FlagGroup):
         """Normalize the flags and fill in defaults.
 
         Raises:
-            ValueError: A value is unknown, or one that changes the cache is set without an FP8 cache.
+            ValueError: A value is unknown, out of range, or has no effect without an FP8 cache.
         """
         if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name for "fp8"
             self.kv_cache_dtype = "fp8"
@@ -149,8 +149,8 @@ class KVCacheFlags(FlagGroup):
                 "kv_cache_dtype='fp8', or remove it."
             )
         if self.simulate_kv_cache is None:
-            # FP8 weights make a larger mismatch, beside which that of the cache is not seen. A policy that calls the
-            # engine's kernels has no mismatch from weights
+            # FP8 weights make a larger mismatch than the cache, and hide its effect. If the policy calls the engine's
+            # kernels, weights make no mismatch
             has_effect = self.policy_calls_engine or not self.fp8_weights
             self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and has_effect
         if self.kv_calibration is None:
@@ -158,7 +158,7 @@ class KVCacheFlags(FlagGroup):
 
 
 def _has_unnormalized_bias(name: str, outline: Outline) -> bool:
-    """Return whether `name` is the bias of a k that its attention does not normalize."""
+    """Return whether the parameter `name` is the bias of a k projection without a normalization after it."""
     attention, is_bias, _ = name.partition("k_proj.bias")
     if not is_bias or is_vision(name):
         return False

@@ -1,6 +1,6 @@
-"""Magnitudes of q, k and v in each layer, over all tokens except padding: the scales of a KV cache are made from them.
+"""Largest magnitudes of q, k and v in each layer, over all tokens except padding. They decide a KV cache's scales.
 
-Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
+Shape letters: L layers, B sequences, H heads, T tokens, D head size. The 3 columns are q, k and v.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,20 +17,21 @@ from trl_fp8.quantization.formats import E4M3_MAX
 class QKVObservation:
     """Magnitudes of real tokens (not padding), accumulated over forwards on the model's device.
 
-    With `scales_L3`, fp32 `[L, 3]`, the observation counts the elements beyond `448 * scale`, which a cache clips.
-    With `moments` it measures `logit_error_L` from the mean squares of q and k per channel. On a GPU each of q, k and
-    v takes one kernel. Mean squares take several operations of torch, but only once, before the first rollouts.
+    With `scales_L3`, fp32 `[L, 3]`, the observation counts the elements of k and v beyond `448 * scale`, which a cache
+    clips. With `moments` it measures `logit_error_L`, from the mean squares of q and k per channel. On a GPU each of
+    q, k and v takes one kernel. `moments` takes several operations of torch, but only before the first rollouts.
     """
 
     def __init__(self, layers: int, device: torch.device, *, scales_L3: Tensor | None = None, moments: bool = False):
         self.limits_L3 = None if scales_L3 is None else E4M3_MAX * scales_L3
         self.amax_L3 = torch.zeros(layers, 3, device=device)  # 0 in a layer that no forward ran
-        # Clipped elements of real tokens, and all elements of real tokens
+        # Number of clipped elements of real tokens, and of all elements of real tokens
         self.saturated_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.elements_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
-        self.logit_error_L = torch.zeros(layers, device=device)  # the largest over forwards; 0 without `moments`
+        # `kv_scales.logit_error`, the largest over forwards; 0 without `moments`
+        self.logit_error_L = torch.zeros(layers, device=device)
         self.passes = 0  # finished blocks of `watching`
-        self.under_way = False  # whether such a block is open
+        self.under_way = False  # whether a block of `watching` is open
         self._moments = moments
         self._real = torch.ones((), dtype=torch.bool, device=device)
 
@@ -55,14 +56,14 @@ class QKVObservation:
     def add(
         self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor | None = None
     ) -> None:
-        """Add one attention call.
+        """Add q, k and v of one attention call.
 
         Args:
             layer: Number of the decoder layer.
-            states: q, k and v `[B, H, T, D]`, k and v as they are cached.
-            real_BT: False at padding, which does not count; None: no padding.
+            states: q, k and v `[B, H, T, D]`; k and v are those that the cache stores.
+            real_BT: False at padding, which is left out; None: there is no padding.
             scaling: Factor on the attention scores.
-            key: k that is multiplied by q, for `logit_error_L`; None: the cached k.
+            key: The k that q is multiplied with, for `logit_error_L`; None: the cached k.
         """
         states = tuple(tensor.detach() for tensor in states)
         if real_BT is None:
@@ -92,28 +93,34 @@ def observe_sequences(
     reduce_max: Callable[[Tensor], None] | None = None,
     forward: Callable[[nn.Module, list[list[int]]], None] | None = None,
 ) -> QKVObservation:
-    """Run `sequences` through the policy. Return `amax_L3` and `logit_error_L` of their tokens, over all ranks.
+    """Run `sequences` through the policy. Return the observation: maxima over the tokens of all ranks.
 
     Args:
-        model, hook: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its hook.
+        model: The policy as the trainer calls it, with its wrappers (PEFT, DDP, FSDP2).
+        hook: The policy's hook.
         sequences: Token ids, a list for each sequence, the most important first. A repeated sequence is run once.
         pad_token_id: Any valid token id; padding is masked.
         max_tokens: Limit on the tokens of all forwards together, and on the padded positions of each forward.
-        fused_lm_head: Whether the model has TRL's fused output head. Here it scores no token.
-        moments: Whether to measure `logit_error_L`, too.
+        fused_lm_head: Whether the model has TRL's fused output head, which then scores no token.
+        moments: Whether to measure `logit_error_L`.
         reduce_max: See `reduce_together`. With it all ranks run the same number of forwards, because each forward of a
             sharded policy is a collective.
-        forward: Runs rows through `model`; None: as one padded batch with an attention mask.
+        forward: Runs rows of token ids through `model`; None: they are run as one padded batch.
+
+    Raises:
+        ValueError: All sequences of a rank are empty. Raised on all ranks.
     """
     batches = _batches(bounded(sequences, max_tokens), max_tokens)
-    if not batches:
-        raise ValueError("KV cache scales cannot be calibrated: there is no prompt with at least one token.")
-    forwards = torch.tensor(len(batches), device=hook.device)
+    # The number of forwards, and 1 if this rank has nothing to run: then all ranks raise, and none waits for it
+    counts = torch.tensor([len(batches), not batches], device=hook.device)
     if reduce_max is not None:
-        reduce_max(forwards)
+        reduce_max(counts)
+    forwards, lacks_tokens = counts.tolist()
+    if lacks_tokens:
+        raise ValueError("KV cache scales cannot be calibrated: there is no prompt with at least one token.")
     observation = QKVObservation(hook.layers, hook.device, moments=moments)
     with torch.no_grad(), hook.observing(observation):
-        for number in range(int(forwards)):
+        for number in range(forwards):
             # A rank with fewer batches repeats its last one, the smallest, which changes no maximum
             rows = batches[min(number, len(batches) - 1)]
             if forward is not None:
@@ -134,15 +141,15 @@ def _padded_forward(
     ids, mask = torch.tensor(padded, device=device), torch.tensor(real, device=device)
     head = {"logits_to_keep": 1}
     if fused_lm_head:
-        # Call TRL's fused head with labels that leave out every token. A call of the head's module would be wrong
-        # under ZeRO-3, which gathers ahead in the order of the last forward: TRL's next forward would gather the head
-        # twice
+        # Call TRL's fused head, as TRL does, with labels that leave out every token. ZeRO-3 gathers parameters
+        # ahead in the order of the previous forward. After a call of the head's module (`logits_to_keep`) it would
+        # gather the head twice in TRL's next forward
         head = {"labels": torch.full_like(ids, -100), "fused_lm_head": True}
     model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
 
 
 def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tensor) -> None:
-    """Replace each of `tensors`, `[L, n]`, by its maximum over ranks, in one collective.
+    """Replace each of `tensors` (`[L, n]`, any n) by its maximum over ranks, in one collective.
 
     `reduce_max` replaces one tensor by its maximum over ranks; None: there is one process, and nothing is done.
     """
@@ -154,7 +161,9 @@ def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tenso
 
 
 def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Return distinct `sequences` with at most `max_tokens` together, each cut to `max_tokens`; first ones first."""
+    """Return the distinct `sequences` in order, each cut to `max_tokens`. Leave out those that exceed `max_tokens`
+    together with the ones before them.
+    """
     rows = []
     left = max_tokens
     for row in dict.fromkeys(tuple(sequence[:max_tokens]) for sequence in sequences):

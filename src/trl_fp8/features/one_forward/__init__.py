@@ -13,7 +13,7 @@ from .unexplained import mismatch_warnings
 
 @contextmanager
 def _construct(construction: Construction) -> Iterator[None]:
-    """Undo the swaps in a model that still calls the engine of an earlier trainer."""
+    """Restore the classes of a model whose modules still call the engine of an earlier trainer (policy/swapped.py)."""
     model = construction.trainer_kwargs["model"]
     if not isinstance(model, str):
         from trl_fp8.policy.swapped import release

@@ -7,8 +7,8 @@ Embedding lookups, residual sums and other single products or sums need no kerne
 so it gives the same bits anywhere, if it is computed in BF16 and in the engine's order.
 
 Each class is mixed into the class of a module (policy/swapped.py). The module then has two more attributes:
-`one_forward`, whose `on` says whether the module follows now, and `engine`, the engine's function. `_engine_value`
-computes the output of the forward, and `_policy_value` the policy's formula, which gives the gradients.
+`one_forward.on` says whether the module follows the engine now, and `engine` is the engine's function. `_engine_value`
+computes the output of the forward. `_policy_value` computes the policy's formula, which gives the gradients.
 
 Shape letters: T tokens, N channels, B sequences, S positions, H query heads, G key heads, D head size.
 """
@@ -80,7 +80,7 @@ class FollowedFusedMLP:
 class FollowedParallelLayer:
     """Mixed into a decoder layer whose attention and MLP read the same tensor.
 
-    The engine adds their outputs first and the layer's input second, transformers in another order.
+    The engine adds their outputs to each other first, and then to the layer's input. transformers uses another order.
     """
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
@@ -97,7 +97,7 @@ class FollowedParallelLayer:
 
 
 class FollowedEmbedding:
-    """Mixed into the class of an embedding. Rounds the rows that it looked up: fewer than the table has."""
+    """Mixed into the class of an embedding. Rounds the looked-up rows to BF16, not the whole table."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         if not self.one_forward.on:
@@ -106,28 +106,28 @@ class FollowedEmbedding:
 
 
 class FollowedScaledEmbedding(FollowedEmbedding):
-    """Mixed into Gemma's embedding, which multiplies rows by the square root of their width."""
+    """Mixed into the class of Gemma's embedding, which multiplies rows by the square root of their width."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         rows = super().forward(*args, **kwargs)
         if not self.one_forward.on:
-            return rows  # which Gemma's own forward has scaled
+            return rows  # Gemma's own forward has scaled them
         return rows * self.embed_scale.to(torch.bfloat16)  # the engine rounds both factors to BF16, too
 
 
 class FollowedRotary:
     """Mixed into the module that computes cos and sin.
 
-    `engine` maps each layer type to the engine's rotary embedding of such layers; the key is None if layers have one
-    type.
+    `engine` maps each layer type to the engine's rotary embedding of such layers. If all layers have one type, the key
+    is None.
     """
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
         layer_types = () if layer_type is None else (layer_type,)
         if not self.one_forward.on:
             return super().forward(x, position_ids, *layer_types)
-        # The policy's cos and sin, for the backward. transformers takes only device and dtype from x, so an empty FP32
-        # tensor makes cos and sin FP32
+        # Compute the policy's cos and sin for the backward, in FP32: transformers takes only device and dtype from x,
+        # so pass an empty FP32 tensor
         cos, sin = super().forward(x[:0].float(), position_ids, *layer_types)
         call = RotaryCall(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
         return call, call
@@ -164,7 +164,7 @@ class RotaryCall:
 
 
 class RotaryPatch:
-    """Replacement of transformers' `apply_rotary_pos_emb`: calls a `RotaryCall`, or the original function."""
+    """Replacement of transformers' `apply_rotary_pos_emb`. Calls `cos` if it is a `RotaryCall`, else the original."""
 
     def __init__(self, apply: Callable):
         self._apply = apply
@@ -183,7 +183,7 @@ class RotaryPatch:
 
 
 def side_by_side(left: Tensor, right: Tensor) -> Tensor:
-    """Return two tensors `[..., N]` as rows `[T, 2 N]`.
+    """Concatenate two tensors `[..., N]` to rows `[T, 2 N]`.
 
     The result is a view if they are adjacent columns of one tensor (the output of a fused linear layer), else a copy.
     """

@@ -3,9 +3,9 @@
 FlashAttention reads the keys of a query in tiles, the last tile first. It rounds relative to the largest score so far,
 and over an FP8 cache it also rounds each tile's weights to e4m3. Tiles start at multiples of their width. A query's
 bits do not depend on other queries of its block, nor on tiles that the query does not see. So the output depends on
-the width and the order of tiles, and on nothing else of a batch. The names of the kernels in vLLM 0.31's wheel give
-the widths below; `hopper/` of vLLM's fork of flash-attention says when FlashAttention 3 (FA3) chooses each. The
-arguments in the last column keep width and order the same in every batch:
+the width and the order of tiles, and on nothing else in a batch. The widths below are those in the names of the
+kernels in vLLM 0.31's wheel; `hopper/` of vLLM's fork of flash-attention says when FlashAttention 3 (FA3) chooses
+each. The arguments in the last column keep width and order the same in every batch:
 
     condition                     what FA3 would choose                   what this module passes instead
     at most 64 rows (queries x    a tile of 96 keys instead of 192 (FP8,  max_seqlen_q of at least 256, which is only
@@ -13,11 +13,11 @@ arguments in the last column keep width and order the same in every batch:
                                     128 (BF16, head size 64)                cu_seqlens_q
     a single query                no causal mask, and other tiles for     the same max_seqlen_q
                                     BF16 with head size 64
-    a sliding window of at least  no window, and so not the tile for      max_seqlen_k of the engine's max_model_len,
-      max_seqlen_k tokens           windows (head size 256: 64 keys, but    or of the longest sequence if that is
-                                    80 or 128 without a window)             longer
-    no page table, or pages that  other kernels, some with wider tiles    a table of pages of the engine's size, for
-      consist of whole tiles                                                the trainer's sequences, too
+    a sliding window of at least  no window, and so another tile (head    max_seqlen_k of the engine's max_model_len,
+      max_seqlen_k tokens           size 256: 64 keys with a window, 80     or of the longest sequence if that is
+                                    or 128 without)                         longer
+    no page table, or pages that  other kernels, some with wider tiles    a table of pages of the engine's size, also
+      consist of whole tiles                                                for the trainer's sequences
     few queries over many keys    splits of the keys, added up at the     num_splits=1, no scheduler metadata
                                     end
     a common prefix in the batch  a call for the prefix alone (cascade)   False from `use_cascade_attention`
@@ -52,13 +52,13 @@ from trl_fp8.quantization.codec.e4m3 import E4M3
 from .followed_attention import pages_of
 
 
-MIN_MAX_SEQLEN_Q = 256  # more rows than any tile has, so a batch never looks small
-SPLITS = 1
+MIN_MAX_SEQLEN_Q = 256  # more rows than any tile has, so FA3 never chooses a tile for few rows
+SPLITS = 1  # number of parts into which FA3 splits the keys
 
 
 @contextmanager
 def invariant_attention() -> Iterator[None]:
-    """Let engines that start inside the block use the pinned backend, by vLLM's public override."""
+    """Let engines that start inside the block use `InvariantFlashAttention`, by vLLM's public override."""
     register_backend(AttentionBackendEnum.FLASH_ATTN, f"{__name__}.{InvariantFlashAttention.__qualname__}")
     try:
         yield
@@ -67,14 +67,14 @@ def invariant_attention() -> Iterator[None]:
 
 
 class InvariantFlashAttention(FlashAttentionBackend):
-    """vLLM's FlashAttention backend with the arguments in the table above."""
+    """vLLM's FlashAttention backend with the arguments in the module's table."""
 
     get_impl_cls = staticmethod(lambda: InvariantFlashAttentionImpl)
     get_builder_cls = staticmethod(lambda: InvariantMetadataBuilder)
 
 
 class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Builds metadata with the arguments in the table above."""
+    """Builds metadata with the arguments in the module's table."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -96,11 +96,11 @@ class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 class InvariantFlashAttentionImpl(FlashAttentionImpl):
-    """vLLM's implementation, restricted to what `PackedAttention` also computes; else `ValueError`."""
+    """vLLM's implementation. Raises `ValueError` for a layer whose attention `PackedAttention` does not compute."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.max_model_len = get_current_vllm_config().model_config.max_model_len  # the builder's max_seq_len
+        self.max_model_len = get_current_vllm_config().model_config.max_model_len  # as the builder's `max_seq_len`
         refused = {
             f"FlashAttention {self.vllm_flash_attn_version}": self.vllm_flash_attn_version != 3,
             f"{self.attn_type} attention": self.attn_type != AttentionType.DECODER,
@@ -176,7 +176,7 @@ class PackedAttention:
         )
         if scales is None:
             return output, lse_HN, (query, key, value)
-        # k and v as the cache has them, back in the order of the tokens
+        # Return q, k and v as they were rounded, k and v read back from the cache in the order of the tokens
         codes = [kernel_query]
         for cache in caches:
             slots = cache.view(torch.uint8).flatten(0, 1)

@@ -2,12 +2,13 @@
 
 `SeparateKernels` keeps the compiler from fusing kernels. Batch invariance means that a kernel gives a row the same
 bits whatever other rows are in the batch. On CPU the reference kernels are batch invariant. On CUDA vLLM has a switch
-(VLLM_BATCH_INVARIANT), which covers most kernels (gpu/NOTES.md): unquantized linear layers, the output head, routers
-and experts then run Triton kernels. It leaves three things to this package: attention (engine_flash_attention.py),
-norms and tiles.
+(VLLM_BATCH_INVARIANT), which makes most kernels invariant (gpu/NOTES.md): unquantized linear layers, the output head,
+routers and experts then run Triton kernels. It leaves three things to this package: attention
+(engine_flash_attention.py), norms and tiles.
 
 Norms. vLLM's CUDA kernel adds up a row in another order from 256 tokens on, and for a norm with a residual vLLM runs
-another kernel. vLLM's batch-invariant Triton kernel runs one program for each row. This module uses it for both norms:
+another kernel. vLLM's batch-invariant Triton kernel (`kernel` below) runs one program for each row. This module uses
+it for both norms:
 
     rms_norm(x)                     return kernel(x)
     fused_add_rms_norm(x, r)        s = x + r, rounded to BF16; return kernel(s), s
@@ -18,8 +19,8 @@ Tiles. This module chooses the tiles of Triton kernels by a weight's shape, neve
 another number of rows uses another instruction of the tensor cores, and no manual says that two instructions add up in
 the same order. vLLM 0.31 chooses by the number of rows for output heads and some FP8 linear layers, and its tiles for
 narrow weights and FP8 experts are slow. No tile is fast both for one row and for thousands, so a comment at each tile
-below says which it is for. These functions replace vLLM's permanently, because an engine calls them as long as it
-lives. Without batch invariance they return what vLLM's functions return.
+below says which case it is for. The functions that return the tiles replace vLLM's permanently, because an engine
+calls them as long as it lives. Engines without batch invariance still run with vLLM's tiles.
 """
 
 import os
@@ -49,30 +50,31 @@ from trl_fp8.upstream.vllm import forget_choices
 
 
 SWITCH = "VLLM_BATCH_INVARIANT"
-# Attributes of vLLM's router that allow kernels for few tokens, or cuBLAS, which may split a sum
+# Attributes of vLLM's router that allow kernels for few tokens, or cuBLAS, which may split a sum into parts
 ROUTER_KERNELS = "allow_ll_bf16_gemm", "allow_fp32_router_gemm", "allow_bf16x3_router_gemm", "allow_cublas_router_gemm"
-PROVIDER = "trl_fp8"
+PROVIDER = "trl_fp8"  # name of this package's norms in vLLM's tables of implementations
 OPERATOR = "trl_fp8_rms_norm"  # opaque to the compiler, which would otherwise fuse a norm with its neighbours
-# A weight `[N, K]` is narrow if N is at most this: the A of an adapter, or a router. In vLLM's tiles of 128 columns at
-# most four programs would compute its output, each over all of K, and 128 of a GPU's 132 processors would be idle
+# A weight `[N, K]` is narrow if N is at most this: the A of an adapter, or a router. With vLLM's tiles of 128 columns
+# at most four programs would compute the output of a decode, each over all of K, and 128 of 132 processors would be
+# idle
 NARROW = 512
-# For decodes: a batch of 16 tokens is one row of tiles. When a program decodes, it mostly waits for memory. So five
-# stages keep four loads in flight, and `linear_tile` doubles vLLM's step along K, which halves the number of waits.
-# The tile takes 49 KiB of shared memory, in BF16 and in FP32
+# For decodes: a batch of 16 tokens is one row of tiles. A decode mostly waits for memory, so five stages keep four
+# loads in flight, and `linear_tile` doubles vLLM's step along K, which halves the number of waits. The tile takes
+# 49 KiB of shared memory, in BF16 and in FP32
 NARROW_TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "num_warps": 4, "num_stages": 5}
-# For prefills and the trainer: vLLM's own choice for FP8 experts from 65 tokens on, with half the step along K for
-# BF16. A decode waits for the experts' weights in any tile
+# For prefills and the trainer: vLLM's own choice for FP8 experts from 65 tokens on. For BF16 `experts_tile` halves the
+# step along K. A decode waits for the experts' weights with any tile, so it needs no tile of its own
 EXPERTS_TILE = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32, "SPLIT_K": 1}
 EXPERTS_TILE |= {"num_warps": 4, "num_stages": 3}
 
 
 @dataclass(frozen=True)
 class Invariance:
-    """The settings of one platform.
+    """The settings that make the kernels of one platform unfused and batch invariant.
 
     Attributes:
         kernels: The operations that the compiler must not fuse.
-        attention: The attention backend that has one kernel for all batches; None if the platform has only one.
+        attention: The attention backend that has one kernel for all batches; None if the platform has one backend.
         switch: Whether vLLM's switch for batch invariance has to be on.
     """
 
@@ -86,7 +88,7 @@ class Invariance:
         return self.kernels.arguments() | attention
 
     def require(self, config: VllmConfig) -> None:
-        """Raise `ValueError` with the settings of a running engine that make it run other kernels."""
+        """Raise `ValueError` if settings of a running engine make it run other kernels. The message names them."""
         found = self.kernels.violated_by(config)
         backend = config.attention_config.backend
         if self.attention and backend and backend.name != self.attention:
@@ -101,7 +103,7 @@ class Invariance:
             )
 
 
-# "rms_norm": False, because with vLLM's custom operation the switch would bypass the provider of norms
+# "rms_norm" is False, because vLLM's custom operation would not call `PROVIDER` while the switch is on
 CUDA = Invariance(
     SeparateKernels(
         norms=PROVIDER,
@@ -119,11 +121,11 @@ def invariant_on_cuda() -> Iterator[None]:
 
     register_cuda_norms()
     pin_tiles()
-    # With the switch, vLLM also calls `init_batch_invariance`, which is replaced here, because it changes the
-    # trainer's process: NCCL gets one channel and one thread, and softmax, mean and bmm of torch are replaced. An
-    # engine on one rank does not communicate, and calls none of these functions. `init_batch_invariance` also switches
-    # ahead-of-time compilation off, which the setting below does. If the user has set the switch to 0, it stays 0, and
-    # `Invariance.require` raises
+    # With the switch, vLLM also calls `init_batch_invariance`, which changes the trainer's process: NCCL gets one
+    # channel and one thread, and softmax, mean and bmm of torch are replaced. An engine on one rank does not
+    # communicate, and calls none of these functions, so the call is replaced by one that does nothing. It would also
+    # switch ahead-of-time compilation off; VLLM_USE_AOT_COMPILE does that here. If the user has set the switch to 0,
+    # it stays 0, and `Invariance.require` raises
     settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
     with (
         environment_restored(settings),
@@ -169,7 +171,7 @@ def require_invariant_routers(model: nn.Module) -> None:
 
 
 def register_cuda_norms() -> None:
-    """Register both norms as implementations by the provider `PROVIDER`, in vLLM's tables. Idempotent."""
+    """Register both norms under the name `PROVIDER` in vLLM's tables of implementations. Idempotent."""
     if PROVIDER in ir.ops.rms_norm.impls:
         return
     direct_register_custom_op(OPERATOR, _norm_rows, fake_impl=lambda x, weight, epsilon: x.new_empty(x.shape))
@@ -200,10 +202,10 @@ def _add_rms_norm(
 
 @cache  # runs once in a process
 def pin_tiles() -> None:
-    """Replace vLLM's choices of tiles permanently."""
+    """Replace vLLM's functions that choose tiles, permanently."""
     patch(batch_invariant, "_get_matmul_config", linear_tile)
     patch(fused_moe, "get_default_config", _while_invariant(experts_tile, fused_moe.get_default_config))
-    # Without a table of tiles by number of rows, vLLM takes one default tile
+    # Without a table of tiles by number of rows, vLLM takes one default tile for all batches
     no_table = _while_invariant(lambda *shape: None, fp8_utils.get_w8a8_block_fp8_configs)
     patch(fp8_utils, "get_w8a8_block_fp8_configs", no_table)
 
@@ -222,7 +224,7 @@ def experts_tile(
 
 
 def _while_invariant(pinned: Callable, otherwise: Callable) -> Callable:
-    """Return a function that calls `pinned` while vLLM is batch invariant, and vLLM's function `otherwise`."""
+    """Return a function that calls `pinned` while vLLM is batch invariant, else vLLM's own function `otherwise`."""
 
     @wraps(otherwise)
     def choose(*args, **kwargs):

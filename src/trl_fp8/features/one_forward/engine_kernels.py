@@ -1,7 +1,7 @@
 """The kernels of a vLLM engine, as a policy calls them, and the `EnginePart` that provides them.
 
-Each call runs the engine's own module, with its kernel, on its tensors. The policy asks for modules by its own names.
-They are found in the `Layout`, which knows the module of each tensor that a sync writes.
+Each call runs the engine's own module, with its kernel, on its tensors. The policy names modules by its own names. The
+engine's modules are found in the `Layout` (sync/pieces.py), which has the module of each tensor that a sync writes.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,9 +41,9 @@ from .followed_reference import ReferenceWeights
 
 HEAD = "lm_head"
 NORMS = layernorm.RMSNorm, layernorm.GemmaRMSNorm, commandr.LayerNorm
-# Bound of the mean |log-prob difference| for a trainer that calls the same kernels. On CPU reductions in FP64 have the
-# same result in any batch, and both sides compute log-softmax in FP32. The bound for CUDA is a third of the mismatch
-# of BF16 rollouts of a model with 2 layers; no run on a GPU has tested it
+# Bound of the mean |log-prob difference| for a trainer that calls the same kernels. On CPU, reductions in FP64 have
+# the same result in any batch, but each side computes log-softmax in FP32. The bound for CUDA is a third of the
+# mismatch of BF16 rollouts of a model with 2 layers; no run on a GPU has tested it
 MISMATCH_BOUNDS = {"cpu": 1e-5, "cuda": 1e-3}
 
 
@@ -63,7 +63,7 @@ class EngineLinear:
     """A linear layer of the engine, see `engine.kernels.Linear`."""
 
     def __init__(self, module: nn.Module, layout: Layout, spec: FormatSpec, layers: dict[str, str]):
-        """Wrap `module`; `layers` maps the policy's name of each layer that it computes to the engine's name."""
+        """Wrap `module`. `layers` maps the policy's name of each layer that `module` computes to the engine's name."""
         self._module, self._layout, self._format, self._names = module, layout, spec, layers
         self.layers = tuple(layers)
 
@@ -82,6 +82,9 @@ class VLLMKernels:
         """Find the kernels of `model`.
 
         Args:
+            model: vLLM's model.
+            layout: The engine's `Layout`.
+            recipe: Says which layers are FP8, and how the engine names them.
             attention: Makes an `engine.kernels.Attention` from a layer of vLLM's.
             tokens: The largest number of tokens that the engine's experts can compute in one call.
         """
@@ -111,8 +114,8 @@ class VLLMKernels:
     def reads(self, piece: Piece) -> bool:
         """Return whether a trainer that calls these kernels reads this tensor of the engine.
 
-        It reads all but the embedding, because it looks embeddings up in its own weight. If the head is tied to the
-        embedding, it reads that, too.
+        It reads all but the embedding, because it looks embeddings up in its own weight. A weight that the head and
+        the embedding share is read as the head's.
         """
         return not isinstance(piece.module, VocabParallelEmbedding) or piece.parameter is self._head.weight
 
@@ -185,7 +188,7 @@ class VLLMKernels:
         def compute(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             ids = chosen.to(experts.quant_method.topk_indices_dtype or torch.int32)
             tensors = x.split(self._tokens), weights.float().split(self._tokens), ids.split(self._tokens)
-            # On CUDA the next call overwrites the memory of an output, so `cat` has to copy, also a single part
+            # On CUDA the next call overwrites the memory of an output. `cat` copies it, even a single part
             return torch.cat([experts.forward_modular(*part) for part in zip(*tensors, strict=True)])
 
         return compute
@@ -205,22 +208,28 @@ class VLLMKernels:
             yield
 
     def _module(self, name: str) -> nn.Module:
-        """Return the engine's module that has the weight of the policy's module `name`."""
+        """Return the engine's module with the weight of the policy's module `name`. `ValueError` if there is none."""
         piece = self._layout.pieces.get(f"{self._recipe.engine_name(name)}.weight")
         if piece is None:
             raise self._unknown(name, None)
         return piece.module
 
     def _inside(self, name: str, kind: type[nn.Module]) -> nn.Module:
-        """Return the module of class `kind` inside the engine's module `name`."""
-        return next(each for each in self._model.get_submodule(name).modules() if isinstance(each, kind))
+        """Return the first module of class `kind` inside the engine's module `name`."""
+        modules = dict(self._model.named_modules())
+        if name not in modules:
+            raise self._unknown(name, None)
+        for module in modules[name].modules():
+            if isinstance(module, kind):
+                return module
+        raise self._unknown(name, modules[name])
 
     def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
-        """Return the error for a module of the policy for which the engine has `found`."""
-        what = "nothing" if found is None else f"a {type(found).__name__}"
+        """Return the error for the policy's module `name`. `found` is what the engine has in its place."""
+        what = "no counterpart" if found is None else f"a {type(found).__name__}, which the trainer cannot call"
         return ValueError(
             f"fp8_forward='one_forward': for {name} of a policy of type {self._recipe.model_type!r} the engine has "
-            f"{what}, which the trainer cannot call. Set fp8_forward='off'."
+            f"{what}. Set fp8_forward='off'."
         )
 
 
@@ -228,7 +237,7 @@ class CPUAttention:
     """Attention of a CPU engine's layer over whole sequences; see `engine.kernels.Attention`."""
 
     def __init__(self, layer: Attention):
-        # vLLM's modules for CPUs are imported on CPUs alone
+        # needs vLLM's CPU build
         from trl_fp8.engine.vllm.cpu.reference_attention import attend_packed
 
         self._attend = attend_packed
@@ -250,7 +259,7 @@ class CPUAttention:
 
 
 class KernelsPart(EnginePart):
-    """Provides the kernels of an engine, for a policy that calls them or is compared with them."""
+    """Provides the kernels of an engine to a policy that calls them or is compared with them."""
 
     def ready(self, generation: Generation) -> None:
         if generation.platform.name == "cuda":
@@ -285,8 +294,8 @@ class SharedKernelsPart(KernelsPart):
     def reference_weights(self, generation: Generation, model: nn.Module) -> ReferenceWeights:
         """Return the weights of the reference `model`, in the form in which the engine stores weights.
 
-        `model` is either TRL's copy of the policy, or the policy itself. During each pass of the reference, the
-        policy's adapters are then disabled, or TRL's copy of the adapters is active.
+        `model` is either TRL's copy of the policy, or the policy itself. In the second case its adapters are disabled
+        during each pass of the reference, or TRL's copy of the adapters is active.
         """
         weights, layout, replicas = generation.weights, generation.engine.layout, generation.replicas
         frozen = {name for part in generation.delivery.frozen for name in part.layout.names}

@@ -1,27 +1,27 @@
 """The feature that splits the mismatch into a part that the engine's number formats explain, and other parts.
 
-Each part is the k3 between two of four sets of log-probs of the rollouts, which stand one below another:
+Four computations give log-probs of the rollouts. Each part of the mismatch is the k3 (measures.py) between neighbours:
 
-    the trainer's
+    the trainer's old-log-prob pass
         <- scoring ->
-    of the policy's own forward, in evaluation mode and by TRL's own method
+    the policy's own forward, in evaluation mode and by TRL's own method
         <- explained ->
-    of the engine's kernels on the policy's weights
+    the engine's kernels, called by the policy
         <- unexplained ->
-    the engine's, from the rollouts
+    the engine, when it sampled the rollouts
 
 On the first rollouts and every `explain_mismatch_steps` steps the policy scores the rollouts twice more: by its own
-forward, and following the engine as with one forward. If the engine held other weights than the policy, the second
-pass would compute with these, too, and hide the fault. So two faults are excluded:
+forward, and with the engine's kernels as in one forward. If the engine held wrong weights, the second pass would
+compute with the same wrong weights and hide the fault. So two faults are ruled out:
 
-    the rollouts came from other weights   the weights are sent once more before the pass, and an audit proves that
+    the rollouts came from wrong weights   the weights are sent once more before the pass, and an audit proves that
                                            they arrived
-    syncs send other weights               each module is compared with its own forward (same_model.py). If rounding
+    syncs send wrong weights               each module is compared with its own forward (same_model.py). If rounding
                                            does not explain a difference, the whole mismatch counts as unexplained
 
 With `fp8_forward="one_forward"` the trainer's log-probs already come from the engine's kernels, so no pass is needed
-and the whole mismatch is unexplained. Scoring is not measured there, nor with `router_replay="rollout"`. The three k3
-do not add up exactly to the k3 of the mismatch.
+and the whole mismatch is unexplained. Scoring is not measured there, nor with `router_replay="rollout"`. The three
+parts do not add up exactly to the k3 of the mismatch.
 """
 
 from collections.abc import Iterator
@@ -54,15 +54,15 @@ OTHER_KERNELS = "kernel_config", "compilation_config", "enforce_eager"
 
 
 class Explanation(Feature):
-    """Logs `mismatch/scoring_k3`, `explained_k3` and `unexplained_k3`, and warns once of the first and of the last."""
+    """Logs `mismatch/scoring_k3`, `explained_k3` and `unexplained_k3`. Warns of large values, once for each metric."""
 
     def __init__(self, trainer):
         super().__init__(trainer)
         self.passes = 0  # number of passes in which the policy followed the engine
         self._obstacle: str | None = None  # why there are no explanations
         self._latest: int | None = None  # step of the latest explanation
-        self._noted: set[str] = set()  # metrics of which a warning or note was printed
-        self._state: object | None = None  # the trainer's state, a new one for each call of `train`
+        self._noted: set[str] = set()  # metrics for which a warning or note was printed
+        self._state: object | None = None  # the trainer's state; each call of `train` makes a new one
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
         self._kernels = kernels
@@ -97,7 +97,7 @@ class Explanation(Feature):
         pairs = {}  # metric -> the log-probs whose k3 it is
         if not trainer.args.policy_calls_engine:
             trainer.vllm_generation.send_weights()
-            # With this replay the trainer uses other experts than a pass that is not replayed
+            # With this value the trainer uses the rollouts' experts, unlike this pass, so scoring is not measured
             if getattr(trainer.args, "router_replay", "off") != "rollout":
                 plain_BT = self._plainly_scored(batch)
                 pairs[SCORING] = ratio.trainer_BT, plain_BT
@@ -108,7 +108,7 @@ class Explanation(Feature):
             self.passes += 1
         count = torch.tensor(float(len(differences)), device=logps_BT.device)
         is_other_model = trainer.accelerator.reduce(count) > 0
-        if is_other_model:  # make the explained part 0
+        if is_other_model:  # count the whole mismatch as unexplained
             logps_BT = plain_BT
         pairs[EXPLAINED] = plain_BT, logps_BT
         pairs[UNEXPLAINED] = logps_BT, ratio.rollout_BT
@@ -121,7 +121,7 @@ class Explanation(Feature):
         self._report(values_of(metrics), named if is_other_model else "")
 
     def _report(self, values: dict[str, float], differences: str) -> None:
-        """Warn of unexplained parts, and print a note on a large explained part. Each is printed once a run."""
+        """Warn of large scoring and unexplained parts, and print a note on a large explained part, each once a run."""
         for name, text in mismatch_warnings(values).items():
             if name not in self._noted:
                 self._noted.add(name)
@@ -145,7 +145,7 @@ class Explanation(Feature):
 
     @contextmanager
     def _followed(self) -> Iterator[tuple]:
-        """Let the policy follow the engine inside the block, without gradients and dropout."""
+        """Let the policy compute with the engine's kernels inside the block, without gradients and dropout."""
         trainer = self.trainer
         backward = BackwardPrecision(format=trainer.recipe.format, scale_format=trainer.recipe.scale_format)
         with hooked(trainer.model) as hook, self._evaluating():
@@ -156,7 +156,7 @@ class Explanation(Feature):
                 forward.remove()
 
     def _plainly_scored(self, batch: Batch) -> Tensor:
-        """Return log-probs `[B, T]` of the policy's own forward, with a simulated KV cache if the trainer has one."""
+        """Return log-probs `[B, T]` of the policy's own forward. It simulates the KV cache if the trainer does."""
         trainer = self.trainer
         with hooked(trainer.model) as hook, self._evaluating(), as_rollouts_saw(trainer.features):
             unsimulated = trainer.recipe.fp8_kv_cache and not trainer.args.simulate_kv_cache
@@ -165,7 +165,7 @@ class Explanation(Feature):
 
     def _scored(self, batch: Batch) -> Tensor:
         """Return the log-probs `[B, T]` of the rollouts, computed by the policy as it is now."""
-        # Call TRL's own method, because in this trainer's override other features would observe the pass
+        # Call TRL's own method: this trainer's override would let other features observe the pass
         trainer, tensors = self.trainer, batch.tensors
         ids = torch.cat([tensors[PROMPT_IDS], tensors[COMPLETION_IDS]], dim=1)
         mask = torch.cat([tensors["prompt_mask"], tensors[COMPLETION_MASK]], dim=1)
@@ -176,7 +176,7 @@ class Explanation(Feature):
 
 
 def obstacle(trainer, numerics: EngineNumerics, kernels: EngineKernels | None) -> str | None:
-    """Return the flag or the fact of the platform because of which the policy cannot follow the engine, or None."""
+    """Return why the policy cannot follow the engine (a flag or a fact of the platform), or None if it can."""
     args, scaling = trainer.args, numerics.linears
     sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     truncated = getattr(args, "truncated_by", {})
@@ -210,7 +210,7 @@ def obstacle(trainer, numerics: EngineNumerics, kernels: EngineKernels | None) -
 
 
 def k3_parts(logps_BT: Tensor, other_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of r - 1 - log r over the tokens that both sides score, and the number of these tokens.
+    """Return the sum of r - 1 - log r over the scored tokens (run/batch.py), and their number.
 
     log r is `logps_BT` minus `other_BT`.
     """

@@ -6,14 +6,13 @@
                dq = scaling * ds k,  dk = scaling * ds^T q,  d sink = - sum(exp(sink - lse) * sum(p * dp))
 
 `do` is the gradient of the output. A head's sink is one more score of each query, without a value vector; lse includes
-it. The gradients are those of exact attention over the rounded q, k, v, and the rounding passes them on unchanged.
-Since lse is known, the backward needs no second softmax. On a GPU torch's FlashAttention computes the backward,
-elsewhere plain torch.
+this score. The gradients are those of exact attention over the rounded q, k, v, and are passed on unchanged to q, k, v
+before rounding. The backward computes p from lse, without a second softmax: in torch's FlashAttention where
+`in_flash_attention` allows it, else in plain torch.
 
-An FP8 kernel also rounds p before it adds up its output. FlashAttention's backward uses that output, because it
-computes sum(p * dp) as sum(do * output). The output's error would be the same for all keys of a query, and so would
-not average out. If q, k and v were rounded, a GPU therefore computes output and lse once more in BF16 for the
-backward.
+An FP8 kernel also rounds p before it sums p v, so its output has an error. FlashAttention's backward computes
+sum(p * dp) as sum(do * output). There the output's error would be the same for all keys of a query, and would not
+average out. If q, k and v were rounded, output and lse are therefore computed once more in BF16 before that backward.
 
 Shape letters: B rows, T tokens of a padded row, N tokens of all sequences, R sequences, L tokens of the longest
 sequence, H query heads, G key heads, M = H / G, D head size, C queries of a chunk, S keys.
@@ -43,15 +42,15 @@ class Sequences:
     shape: tuple[int, int]  # (B, T)
     starts: Tensor  # index of each sequence's first token, and N at the end; int32 `[R + 1]`
     longest: int  # an upper bound of the sequences' lengths
-    rows_N: Tensor | None  # indices of the packed tokens among B * T; None: all are packed, and padding is sequences
+    rows_N: Tensor | None  # indices of packed tokens among B * T; None: all are packed, padding as own sequences
 
     @classmethod
     def of(cls, real_BT: Tensor | None, rows: int, length: int, device: torch.device) -> "Sequences":
-        """Return the sequences of a batch in which `real_BT` marks tokens that are not padding; None: there is none.
+        """Return the sequences of `[rows, length]` tokens. `real_BT` is False at padding; None: there is no padding.
 
-        Padding may be on both sides of a row. To leave it out, the host has to know the number of real tokens. On a
-        GPU the host would have to wait for that number. So on a GPU the padding stays: on each side of a row it is a
-        sequence of its own, which may be empty.
+        Padding may be on both sides of a row. On a CPU it is left out. On a GPU the host would have to wait for the
+        number of tokens that are left. So there the padding on each side of a row is a sequence of its own, which may
+        be empty.
         """
         rows_N = None
         end = rows * length
@@ -83,9 +82,9 @@ class Sequences:
 
 
 class FollowedAttention:
-    """Mixed into `OneForward`; see `policy.hook.Replacement`.
+    """The attention of `OneForward`, computed by the engine's kernels; implements `policy.hook.Replacement`.
 
-    It ignores transformers' mask, because the kernel knows which tokens a query sees.
+    transformers' mask is not used: the kernels are causal and know the layer's window.
     """
 
     kernels: EngineKernels
@@ -120,9 +119,9 @@ def packed_attention(
 ) -> Tensor:
     """Return the output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
 
-    `engine` is called without gradients. It returns the output, lse `[H, N]`, and the rounded q, k, v, which are the
-    same objects if it rounds none. `sinks_H` are the policy's, and get a gradient; the engine reads its own. The
-    other arguments are those of `engine.kernels.Attention`.
+    `engine` is called without gradients. It returns the output, lse `[H, N]`, and the rounded q, k, v. If it does not
+    round, these have to be the same objects as its arguments. `sinks_H` are the policy's sinks, passed only to get a
+    gradient: the kernel reads the engine's sinks. The other arguments are those of `engine.kernels.Attention`.
     """
     options = (starts, longest, scaling, window, softcap)
     return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, sinks_H, *options)
@@ -170,9 +169,10 @@ def flash_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of q, k and v by torch's FlashAttention.
 
-    `softmax` is the output and lse `[H, N]` of the forward; None to compute both once more.
+    `softmax` is the output and lse `[H, N]` of the forward. If it is None, both are computed once more, without sinks:
+    on a GPU, one forward refuses models with sinks (engine_flash_attention.py).
     """
-    options = (starts, starts, longest, longest, 0.0, True)  # of queries, of keys; no dropout, causal
+    options = (starts, starts, longest, longest, 0.0, True)  # of queries, of keys; without dropout, causal
     left = -1 if window is None else window - 1  # -1: no window
     named = {"scale": scaling, "window_size_left": left, "window_size_right": 0}
     query = rounded[0]
@@ -194,10 +194,10 @@ def plain_gradients(
     softcap: float | None,
     scores: int = SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of q, k and v, in FP32 or wider. About `scores` scores are in memory at a time."""
+    """Return gradients of q, k and v, in FP32 or wider. Queries are processed in chunks of about `scores` scores."""
     dtype = torch.promote_types(gradient_NHD.dtype, torch.float32)
     sequence_N, position_N = _token_places(starts, len(gradient_NHD))
-    rows_N = sequence_N * longest + position_N  # of each token among `[R * L]` padded rows
+    rows_N = sequence_N * longest + position_N  # each token's row in a padded tensor `[R * L, ...]`
     sequences = len(starts) - 1
     heads, groups = rounded[0].shape[1], rounded[1].shape[1]
 
@@ -215,7 +215,7 @@ def plain_gradients(
     chunk = max(1, scores // (sequences * heads * longest))
     for start in range(0, longest, chunk):  # queries `start .. end` of all sequences at a time
         end = min(start + chunk, longest)
-        first_key = 0 if window is None else max(0, start - window + 1)  # that query `start` sees
+        first_key = 0 if window is None else max(0, start - window + 1)  # the first key that query `start` sees
         queries, keys = slice(start, end), slice(first_key, end)
         distance_CS = position[queries, None] - position[keys]
         hidden_CS = (distance_CS < 0) if window is None else (distance_CS < 0) | (distance_CS >= window)
@@ -241,19 +241,19 @@ def plain_gradients(
 
 
 def sinks_gradient(sinks_H: Tensor, lse_HN: Tensor, output_NHD: Tensor, gradient_NHD: Tensor) -> Tensor:
-    """Return the gradient of the sinks `[H]`. It computes sum(p * dp) as sum(output * gradient)."""
+    """Return the gradient of the sinks `[H]`. Computes sum(p * dp) as sum(output * gradient), without p."""
     wide = lse_HN.dtype
     share_HN = (sinks_H.to(torch.bfloat16).to(wide)[:, None] - lse_HN).exp()  # the engine's sinks are BF16
     return -(share_HN * (output_NHD.to(wide) * gradient_NHD.to(wide)).sum(-1).t()).sum(-1).to(sinks_H.dtype)
 
 
 def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:
-    """Return the product `[R, G, M, C, y]`, computed by one matrix product for all M query heads of a key head."""
+    """Return `left @ right`, `[R, G, M, C, y]`, by one matrix product for all M query heads of a key head."""
     return (left_RGMCx.flatten(2, 3) @ right_RGxy).unflatten(2, left_RGMCx.shape[2:4])
 
 
 def _token_places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return each token's sequence and position in it, int64 `[N]` each. Does not synchronize with the device."""
+    """Return each token's sequence, and its position there: int64 `[N]` each. Does not synchronize with the device."""
     starts = starts.long()
     numbers = torch.arange(len(starts) - 1, device=starts.device)
     sequence_N = torch.repeat_interleave(numbers, starts.diff(), output_size=tokens)
@@ -261,12 +261,12 @@ def _token_places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 class Pages(NamedTuple):
-    """Slots of tokens in a paged KV cache. Each sequence begins a page, and its pages follow one another."""
+    """Places of packed tokens in a paged KV cache. Each sequence begins at a new page and fills consecutive pages."""
 
-    slots: int  # of a page: tokens that it can hold
+    slots: int  # number of tokens that one page can hold
     count: int  # an upper bound of the pages in use, because the host would have to wait for their exact number
     slots_N: Tensor  # each token's slot, counted over all pages, int64
-    table: Tensor  # each sequence's pages, int32 `[R, pages of the longest]`, filled up with any valid pages
+    table: Tensor  # each sequence's pages, int32 `[R, pages of the longest]`; surplus entries are any valid page
 
 
 def pages_of(starts: Tensor, longest: int, tokens: int, slots: int) -> Pages:

@@ -1,4 +1,4 @@
-"""Routers and experts of a policy that follows an engine: it takes the engine's logits, choice and fused experts.
+"""Routers and experts of a policy that follows an engine: values are the engine's, gradients the policy's own.
 
     router    logits = engine(x), with the straight-through gradient of a linear layer. Softmax, top-k and
               normalization run transformers' code on these logits, in FP32, but top-k returns the engine's choice
@@ -34,15 +34,20 @@ class FollowedRouter:
             return super().forward(hidden_states)
         logits_TE, weights_TK, chosen_TK = self.engine(tokens_of(hidden_states))
 
+        def engine_logits(_: Tensor) -> Tensor:
+            # FP32 lets the softmax, the gate weights and their gradients be FP32, too
+            return logits_TE.float()
+
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            # FP32 logits let the softmax, the gate weights and their gradients be FP32, too
-            return StraightThrough.apply(lambda _: logits_TE.float(), x, weight, bias, None)
+            fp8_layer = None  # the backward stays unquantized
+            return StraightThrough.apply(engine_logits, x, weight, bias, fp8_layer)
 
         with substituted(F, "linear", linear), _EnginesChoice(chosen_TK.long(), logits_TE.shape):
             followed_TE, own_TK, used_TK = super().forward(hidden_states)
         # The engine's gate weights belong to its choice. Where router replay chose otherwise, keep transformers' own
         is_engines_T1 = (used_TK == chosen_TK).all(-1, keepdim=True)
-        return followed_TE, with_value(own_TK, torch.where(is_engines_T1, weights_TK, own_TK.detach())), used_TK
+        value_TK = torch.where(is_engines_T1, weights_TK, own_TK.detach())
+        return followed_TE, with_value(own_TK, value_TK), used_TK
 
 
 class _EnginesChoice(TorchFunctionMode):
@@ -73,10 +78,10 @@ class FollowedExperts:
             return super().forward(hidden_states, top_k_index, top_k_weights)
         inputs = hidden_states, top_k_index, top_k_weights
         dtype = gemm_dtype(hidden_states.device)
-        if isinstance(self, HoldsCodes):
+        if isinstance(self, HoldsCodes):  # of a shared FP8 base: the backward dequantizes the engine's codes
             return own_gradient(self._engine_value, self.dequantized, *inputs, dtype=dtype)
-        # PEFT's adapters of parameters parametrize these while the wrapper runs, so the sum is an attribute and no
-        # parameter
+        # Not from `_parameters`: while PEFT's `ParamWrapper` runs, a weight with an adapter is parametrized, and only
+        # the attribute is base + adapter
         weights = [getattr(self, name) for name in self._weight_names]
         return own_gradient(self._engine_value, self._policy_value, *inputs, *weights, dtype=dtype)
 

@@ -1,7 +1,8 @@
-"""TRL's fused output head with the engine's log-probs: the engine's logits, and its sampler's log-softmax in FP32.
+"""A replacement of TRL's fused output head that computes log-probs as the engine's sampler does.
 
-TRL's own head multiplies hidden states by the head's weight, reduces the logits in chunks, and computes them again in
-the backward. Here the forward takes the logits from the engine. The backward is TRL's, with the policy's own weight.
+TRL's head multiplies hidden states by the head's weight, reduces the logits in chunks, and computes them again in the
+backward. Here the forward takes the engine's logits and applies log-softmax in FP32, like the sampler. The backward is
+TRL's, which computes logits from the policy's own weight.
 """
 
 from collections.abc import Callable
@@ -28,10 +29,10 @@ def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> C
 
 
 def followed_head(one_forward: OneForward, compare: Callable | None = None) -> type[ChunkedLogProbFunction]:
-    """Return a `ChunkedLogProbFunction` of TRL 1.16 whose forward is the engine's.
+    """Return a subclass of TRL 1.16's `ChunkedLogProbFunction` whose forward uses the engine's logits.
 
-    If there is `compare`, each forward calls `compare(hidden, weight, bias, logit_scale, softcap, logits)` with the
-    engine's logits, so that it can compare the policy's own with them.
+    Unless `compare` is None, each forward calls `compare(hidden, weight, bias, logit_scale, softcap, logits)` with
+    these logits, to compare them with the logits of the policy's own head.
     """
 
     class FollowedHead(ChunkedLogProbFunction):
@@ -39,9 +40,9 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
         def forward(
             ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
         ) -> tuple[Tensor | None, ...]:
-            """Return log-probs of the targets, then those in `OPTIONAL`, FP32 `[T]` each, or None if not in `outputs`.
+            """Return log-probs of the targets, then the values in `OPTIONAL`, None for each that `outputs` lacks.
 
-            hidden `[T, K]`, weight `[V, K]`, targets `[T]`.
+            All are `[T]`: bool for `is_top1`, else FP32. hidden is `[T, K]`, weight `[V, K]`, targets `[T]`.
             """
             ctx.set_materialize_grads(False)  # so an entropy that is only logged gets None as its gradient
             logits = engine_logits(one_forward, weight, bias)
@@ -53,10 +54,11 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
                 tiles.append(_scored(logits(hidden[rows]).float().div_(temperature), targets[rows], outputs))
             named = {name: torch.cat([tile[name] for tile in tiles]) for name in tiles[0]}
             log_z = named.pop("log_z")
-            # TRL's backward reads the last tensor only for a gradient of the entropy. Without one, any tensor will do
+            # TRL's backward reads the last tensor, the entropy, only for a gradient of the entropy. `log_z` fills the
+            # place of an entropy that was not computed
             ctx.save_for_backward(hidden, weight, bias, targets, log_z, named.get("entropy", log_z))
-            # TRL's backward recomputes the logits, by default in FP32 on a CPU. `log_z` is of the engine's logits,
-            # which are BF16. So the recomputed ones have to be BF16, too, or probabilities would not sum to 1
+            # TRL's backward recomputes the logits, by default in FP32 on a CPU. The engine's logits, from which
+            # `log_z` comes, are BF16. Recomputed in FP32, probabilities would not sum to 1
             ctx.compute_dtype = torch.bfloat16
             ctx.chunk_size = chunk_size
             ctx.kernel_args = {
@@ -72,7 +74,7 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
 
 
 def _scored(logits: Tensor, targets: Tensor, outputs: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return log-probs of the targets, normalizers `log_z`, and those in `OPTIONAL` that `outputs` names, by name.
+    """Return `[T]` by name: `log_probs` of the targets, normalizers `log_z`, and what `outputs` has of `OPTIONAL`.
 
     `logits` are FP32 `[T, V]`.
     """

@@ -1,13 +1,13 @@
 """The policy's linear layers, computed by the engine, and the GEMMs of their backward.
 
-    forward    y = engine(x), the engine's kernel on its tensors; one call for q, k, v and one for gate, up
+    forward    y = engine(x): the engine's kernel on the engine's weights; one call for q, k, v, one for gate and up
     backward   fp8_backward="bf16"   dX = dY @ W,  dW = dY.T @ X                    straight through, unquantized
                fp8_backward="fp8"    dX = Q(dY) @ Q(W),  dW = Q(dY.T) @ Q(X.T).T    FP8 layers, as in Jet-RL (arXiv
                                                                                     2601.14243)
 
-For the backward, "bf16" keeps x in BF16, and "fp8" keeps FP8 codes of X.T, 1 byte an element. Neither keeps a copy of
-the weight. With LoRA the engine holds either the sum of base and adapters, or adapters beside a base that the policy
-shares. In the second case, W in the backward is that base, dequantized for the call.
+Q quantizes to FP8. For the backward, "bf16" keeps X in BF16, and "fp8" keeps Q(X.T), 1 byte an element. Neither copies
+the weight. With LoRA the engine has either merged weights, or adapters beside an FP8 base that the policy shares
+(features/shared_base). With a shared base, W in the backward is this base, dequantized for the call.
 
 With "fp8" the operands of both GEMMs are rounded to e4m3: weights in their own format (`quantization.formats`),
 activations and gradients in groups along the dim that the GEMM contracts. The flag fp8_gemm_backend says how two
@@ -40,8 +40,8 @@ from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.quantization.formats import BLOCK, BLOCKS, FormatSpec, ScaleFormat
 
 
-# Gradients of a loss that is a mean over many tokens are much smaller than activations, so their floor is lower. It
-# only has to keep the scale of an all-zero group a normal fp32 number
+# Lower bound of the amax from which a group's scale is computed: the scale of an all-zero group has to be a normal
+# fp32 number. It is lower than for activations, because gradients of a mean over many tokens are much smaller
 GRADIENT_AMAX_FLOOR = 1e-30
 HOPPER = (9, 0)
 
@@ -102,13 +102,13 @@ class FusedCall:
 
 
 class FollowedLinear(nn.Linear):
-    """Mixed into a linear layer by `OneForward`: its output is the engine's."""
+    """Mixed into the class of a linear layer by `OneForward`, so that the engine computes the layer's output."""
 
     name: str  # checkpoint name
     is_fp8: bool
-    adapted: bool  # the layer has adapters, which the engine adds to the weight unless the base is shared
+    adapted: bool  # the layer has adapters; unless the base is shared, the engine's weight includes them
     engine: Linear
-    columns: slice  # of this layer in the engine's output
+    columns: slice  # the layer's columns in the output of `engine`
     fused: FusedCall  # calls `engine`
     x_t_codes: FusedCall  # computes Q(X.T)
 
@@ -120,12 +120,12 @@ class FollowedLinear(nn.Linear):
         return StraightThrough.apply(self.value, input, weight, self.bias, fp8_layer)
 
     def value(self, input: Tensor) -> Tensor:
-        """Return the engine's output for `[..., K]`, BF16 `[..., N]`, with adapters."""
+        """Return the engine's output, adapters included: BF16 `[..., N]` for an input `[..., K]`."""
         y = self.fused(input)[:, self.columns]
         return y.view(*input.shape[:-1], y.shape[-1])
 
     def lasting_codes(self) -> Float8Tensor | None:
-        """Return the weight's codes if they are stored somewhere, in this layer or in the engine; else None."""
+        """Return the weight's FP8 codes if this layer or the engine stores them, else None."""
         if isinstance(self, HoldsCodes):
             return self.codes
         if self.adapted:  # the engine has only codes of the sum with the adapters
@@ -134,13 +134,13 @@ class FollowedLinear(nn.Linear):
 
 
 class FollowedAdapter:
-    """Mixed into PEFT's wrapper of a followed linear: the output is the engine's, the gradients are PEFT's.
+    """Mixed into PEFT's wrapper of a `FollowedLinear`: the output is the engine's, the gradients are PEFT's.
 
-        forward    y = engine(x), with Q(W + s B A), or with Q(W) and A, s B beside it
-        backward   that of x W.T + s drop(x) A.T B.T, so A and B are trained as without an engine
+        forward    y = engine(x), whose weight is Q(W + s B A); with a shared base Q(W), with A and s B beside it
+        backward   gradients of x W.T + s drop(x) A.T B.T, so A and B are trained as without an engine
 
-    The forward drops nothing. The gradient of a sum needs no value of its first term, so it does not matter that the
-    engine never computes the output of the base alone.
+    The forward has no dropout. The engine never computes x W.T alone, and the backward does not need it: the gradients
+    of a sum do not depend on the values of its terms.
     """
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
@@ -154,7 +154,7 @@ class FollowedAdapter:
 class StraightThrough(torch.autograd.Function):
     """Computes `value(x)`, with the gradients of `x @ weight.T + bias`.
 
-    If there is an `fp8_layer`, the operands of the backward are quantized as its flags say.
+    With an `fp8_layer`, operands of the backward are quantized (`one_forward.backward` of the layer says how).
     """
 
     @staticmethod
@@ -190,7 +190,7 @@ class StraightThrough(torch.autograd.Function):
         shape = dy.shape
         with torch.autocast(dy.device.type, enabled=False):
             dy = dy.reshape(-1, shape[-1])
-            if ctx.needs_input_grad[1]:  # of x, after `value`
+            if ctx.needs_input_grad[1]:  # the gradient of x; input 0 is `value`
                 if weight_scale is not None:
                     weight = _float8(weight, weight_scale, ctx.blocks)
                 dx = _input_gradient(dy, weight, ctx.precision)
@@ -203,7 +203,7 @@ class StraightThrough(torch.autograd.Function):
 
 
 def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: BackwardPrecision | None) -> Tensor:
-    """Return dX `[T, K]`. `weight` is W, or codes of it."""
+    """Return dX `[T, K]`. `weight` is W or its FP8 codes; without `precision` nothing is quantized."""
     if precision is None:
         dtype = gemm_dtype(dy.device)
         whole = dequantize_weight(weight, dtype) if isinstance(weight, Float8Tensor) else weight.to(dtype)
@@ -240,7 +240,7 @@ def gemm_dtype(device: torch.device) -> torch.dtype:
 def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
     """Return `a @ b.T`, computed by cuBLASLt in BF16. Operands are padded with zeros to the sizes that it needs.
 
-    cuBLASLt's layouts, as torch 2.13 checks them, for K that is contracted and N rows of `b`:
+    torch 2.13 requires these layouts for cuBLASLt. K is the contracted dim, N the number of rows of `b`:
 
     - codes: `a` row-major with a multiple of 4 rows, `b.T` column-major
     - 1x128 scales: `[rows, K/128]` with stride `[1, rows]`

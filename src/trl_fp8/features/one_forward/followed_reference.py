@@ -1,8 +1,8 @@
-"""The reference of `beta > 0` under one forward: it computes what the engine would compute with its weights.
+"""The reference of `beta > 0` under one forward: it computes what an engine with the reference's weights would.
 
-    modules     those of TRL's `ref_model`, or the policy's with adapters off or with TRL's copy of the adapters
-    weights     in the form in which the engine stores the policy's. They are written when they have changed, and
-                swapped with the policy's for each pass
+    modules     TRL's `ref_model`. Without one: the policy's modules, with adapters off or TRL's copy of the adapters
+    weights     stored as the engine stores the policy's weights. They are written again after a change, and change
+                places with the policy's for each pass
     KV cache    under the scales of the policy's rollouts (kv_cache.py)
 
 So the KL divergence of an untrained policy is 0, as in TRL. If the reference were scored in high precision, the KL
@@ -32,9 +32,9 @@ Parameters = Callable[[], Sequence[torch.Tensor]]
 
 
 class ReferenceWeights:
-    """The reference's weights in the form in which the engine holds the policy's. The first pass allocates them.
+    """The reference's weights, stored as the engine stores the policy's. The first pass allocates their memory.
 
-    For a pass they are swapped with the policy's, one tensor at a time. The contents are swapped, and not the
+    For a pass they change places with the policy's in the engine, one tensor at a time. Contents are swapped, not
     pointers, because kernels, fused scales and CUDA graphs keep addresses. Each pass proves by checksums that the
     engine holds the reference. Before the next generation the seal of the policy (its checksums) proves that the
     policy is back.
@@ -50,12 +50,13 @@ class ReferenceWeights:
         """Start with nothing written.
 
         Args:
-            part: The engine's tensors that a trainer reads, and the source of the reference's weights for them.
-            parameters: Returns the parameters of the reference that these weights are made of, this rank's shards.
+            part: The engine's tensors that the trainer's kernels read. Its source yields the reference's weights.
+            parameters: Returns this rank's shards of the reference parameters from which these weights are made.
+            reduce_max: Element-wise maximum over all ranks, in place; None on one process.
         """
         self._delivery, self._part, self._parameters, self._reduce_max = delivery, part, parameters, reduce_max
         self._spares: dict[str, torch.Tensor] = {}  # name -> contents of the model that is not in the engine now
-        self._written: torch.Tensor | None = None  # checksums of the parameters, as they were when last written
+        self._written: torch.Tensor | None = None  # checksums of the parameters, at the last write
         self._table: Table | None = None  # computes checksums of the parameters
         self._addresses: list[tuple] | None = None  # of the parameters in `_table`
 
@@ -82,7 +83,7 @@ class ReferenceWeights:
             self._spares[name].copy_(copy)
 
     def _engine_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the engine's tensors by name. One that has several names, as a shared scale has, is returned once."""
+        """Return the engine's tensors by name. A tensor with several names, such as a shared scale, appears once."""
         by_address = {}
         for name, tensor in self._part.layout.held.items():
             by_address[tensor.data_ptr(), tensor.shape] = name, tensor
@@ -97,17 +98,17 @@ class ReferenceWeights:
         return self._table.sums().to(next(iter(self._spares.values())).device)
 
     def _is_written(self, sums: torch.Tensor) -> bool:
-        """Return whether every rank's engine holds the reference made of parameters with these checksums.
+        """Return whether all engines now hold the reference whose parameters have the checksums `sums`.
 
-        Waits for the device once. `RuntimeError` on all ranks if the reference was written, but an engine holds
-        something else now.
+        Waits for the device once. Raises `RuntimeError` on all ranks if the parameters are those of the last write,
+        but an engine's tensors have changed since.
         """
         seal, written = self._part.seal, self._written
         if seal is None or written is None or len(written) != len(sums):
             return False
         in_engine = self._part.layout.sums()
         is_broken = in_engine != torch.tensor(seal, device=in_engine.device)
-        # All ranks have to return the same or raise together. Else their next collectives would be different ones
+        # All ranks have to return the same value or raise together, or they would enter different collectives next
         verdict = torch.stack([(sums != written).any(), is_broken.any()]).long()
         if self._reduce_max is not None:
             self._reduce_max(verdict)
@@ -128,7 +129,7 @@ class ReferenceWeights:
 
 
 class FollowedReference:
-    """The reference of a trainer, which follows the engine as the policy does.
+    """A trainer's reference, whose modules call the engine's kernels as the policy's do.
 
     Args:
         policy: The policy's `OneForward`.
@@ -154,7 +155,7 @@ class FollowedReference:
 
     @contextmanager
     def scored(self) -> Iterator[None]:
-        """Score the reference inside the block."""
+        """Let the reference compute with the engine's kernels and its own weights inside the block. Collective."""
         model = self._trainer.ref_model
         if model is not None and transformers_model(model) is not self._model:
             raise ValueError(

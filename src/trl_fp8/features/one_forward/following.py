@@ -2,11 +2,11 @@
 
 To follow means that the policy's modules call the engine's kernels.
 
-engine started     the policy's modules are swapped for modules that can follow
+engine started     the policy's modules get classes that can follow
 scoring, loss      the policy follows. If the weights may have changed since the last sync, they are sent first
 first rollouts     log-probs of trainer and rollouts are compared. If they differ by more than the platform guarantees,
-                   an error names the first layer that differs. With an FP8 base they are compared until B of an
-                   adapter is not zero, because as long as B is zero a missing adapter does not show
+                   an error names the first layer that differs. With an FP8 base, later rollouts are compared, too,
+                   until B of an adapter is not zero: with B = 0, an adapter that is missing makes no difference
 """
 
 import math
@@ -42,9 +42,10 @@ CORRECTION = "vllm_importance_sampling_correction"
 
 
 class Following(Feature, TrainerCallback):
-    """Lets the trainer's policy follow the engine, and the reference of `beta > 0`, too.
+    """Lets the policy, and the reference of `beta > 0`, follow the engine.
 
-    `ValueError` if no policy can follow with these flags, or if the engine lacks modules of the policy.
+    The constructor raises `ValueError` if this policy cannot follow. `engine_started` raises `ValueError` if the
+    engine lacks modules of the policy, and `RuntimeError` if its kernels cannot be shared.
     """
 
     def __init__(self, trainer):
@@ -52,8 +53,8 @@ class Following(Feature, TrainerCallback):
         self.forward: OneForward | None = None  # made by `engine_started`
         self.followed_reference: FollowedReference | None = None  # made by `engine_started` if beta > 0
         self._is_outdated = True  # the policy's weights may have changed since the last sync
-        self._is_checked = False  # no more log-probs have to be compared
-        # Raise early what needs no engine to be found
+        self._is_checked = False  # whether the comparison of log-probs is done
+        # Raise the errors that can be found without an engine before one starts
         release(trainer.model)
         args, recipe = trainer.args, trainer.recipe
         require_followable(trainer.model, recipe, args.fp8_backward)
@@ -97,7 +98,7 @@ class Following(Feature, TrainerCallback):
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
         # When the trainer is deleted, its policy has to compute by itself again and must keep no engine alive. The
-        # finalizer references the forward only weakly, or the garbage collector would free the engine one run later
+        # finalizer has only a weak reference to the forward, or the engine would be freed one garbage collection later
         finalizer = weakref.finalize(trainer, remove_if_alive, weakref.ref(self.forward))
         finalizer.atexit = False
         if trainer.args.beta:
@@ -148,9 +149,9 @@ class Following(Feature, TrainerCallback):
         self.forward.switch(on=False)
 
     def extend_batch(self, batch: Batch) -> None:
-        """Compare trainer and rollout log-probs of the first rollouts in which tokens are scored.
+        """Compare the log-probs of trainer and engine in the first batch that has scored tokens (run/batch.py).
 
-        Collective until they have been compared.
+        Collective until that is done. `RuntimeError` if they differ too much, unless fp8_forward_check='warn'.
         """
         if self._is_checked:
             return
@@ -176,7 +177,7 @@ class Following(Feature, TrainerCallback):
             logger.warning(text)
         elif math.isnan(mismatch):  # no token was scored, so compare the next rollouts
             return
-        # As long as B of every adapter is zero, a missing adapter of the engine does not show
+        # As long as B of every adapter is zero, nothing shows whether the engine has the adapters
         self._is_checked = not args.base_in_engine or self._any_adapter_changed()
 
     def _warn_that_nothing_compares(self) -> None:
@@ -222,13 +223,13 @@ class Following(Feature, TrainerCallback):
 
 
 def remove_if_alive(forward: weakref.ref[OneForward]) -> None:
-    """Give the modules of a policy that is still in use their own classes back."""
+    """Give the policy's modules their own classes back, unless `forward` no longer exists."""
     if (alive := forward()) is not None:
         alive.remove()
 
 
 def worst_rollout(batch: Batch) -> list[int]:
-    """Return the tokens of the rollout with the largest mismatch, without the last: nothing was sampled after that."""
+    """Return the tokens of the rollout with the largest sum of |log r|, without the last, which was never fed back."""
     row = int(batch.ratio.values_BT.abs().sum(-1).argmax())
     tokens = []
     for part in ("prompt", "completion"):
@@ -279,7 +280,7 @@ class Comparison:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers that ran on both sides: 0 if the engine is compiled, and so runs no hooks."""
+        """Return the number of layers that ran on both sides. It is 0 for a compiled engine, which runs no hooks."""
         return len({name for name, _ in self._engine} & {name for name, _ in self._policy})
 
     def first_difference(self) -> str | None:
@@ -294,7 +295,7 @@ class Comparison:
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Return one checksum (int64 `[T]`) for each row of `[..., N]`, rounded to BF16."""
+    """Round `rows` `[..., N]` to BF16, and return one checksum for each row, int64 `[T]`."""
     bits = rows.detach().to(torch.bfloat16).flatten(0, -2).contiguous().view(torch.int16)
     # Odd keys are invertible modulo 2^64, so a change of any one element changes the sum
     keys = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1

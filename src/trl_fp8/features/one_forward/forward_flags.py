@@ -1,9 +1,9 @@
-"""Flags of one forward: whether the trainer computes as the engine does, its gradients, and its memory in a plan.
+"""Flags of one forward (the trainer computes with the engine's kernels), and the memory that it adds to a plan.
 
-The backward computes act(gate) * up of each MLP once more, in FP32 (policy/swapped.py). Seven tensors
-`[tokens, intermediate]` are alive at once then, eight if gate and up are one linear layer. For experts, the backward
-needs a BF16 copy of one layer's weights, and their gradients in BF16 and then FP32. With beta > 0 the reference model
-is stored a second time, quantized as the engine stores the policy: codes, scales and BF16.
+The backward computes act(gate) * up of each MLP once more, in FP32 (policy/swapped.py). Then seven tensors
+`[tokens, intermediate]` are alive at once, or eight if gate and up are one linear layer. For experts in FP32, the
+backward needs a BF16 copy of one layer's weights, and their gradients in BF16 and then FP32. With beta > 0 the
+reference's weights are stored a second time, as the engine stores the policy's: FP8 codes with scales, or BF16.
 """
 
 import logging
@@ -27,8 +27,8 @@ KNOWN = {  # values of each flag, the default first
     "fp8_backward": ("bf16", "fp8"),
     "fp8_gemm_backend": ("fake_quant", "scaled_mm"),
 }
-# Bytes of intermediates that are alive at once in the backward of an MLP, per token and element of the MLP's width: 7
-# FP32 tensors, or 8 if gate and up are one linear layer
+# Name of an MLP's first linear layer -> bytes of intermediates that are alive at once in the MLP's backward, per token
+# and element of the MLP's width: 7 FP32 tensors, or 8 if gate and up are one linear layer
 RECOMPUTED = {"gate_proj": 28, "gate_up_proj": 32}
 
 
@@ -40,8 +40,8 @@ class ForwardFlags(FlagGroup):
         "off",
         "Whether the trainer's forward is its own ('off') or the engine's ('one_forward'). With 'one_forward' each "
         "module of the policy calls the engine's kernel on the engine's tensors, KV cache included, so trainer and "
-        "rollouts have equal log-probs. On CPU they had at any measured depth; on a GPU nothing has been measured "
-        "(docs/how_it_works.md). Master weights and checkpoints stay as they are.",
+        "rollouts have equal log-probs. On CPU they were equal at every measured depth; on a GPU nothing has been "
+        "measured (docs/how_it_works.md). Master weights and checkpoints stay as they are.",
     )
     fp8_forward_check: str = flag(
         "error",
@@ -66,7 +66,7 @@ class ForwardFlags(FlagGroup):
         "scores the rollouts twice more without gradients, by itself and with the engine's kernels. This splits the "
         "mismatch into `mismatch/scoring_k3` (dropout, for example), `mismatch/explained_k3` (the FP8 formats) and "
         "`mismatch/unexplained_k3` (a fault). With fp8_forward='one_forward' no pass is needed: all mismatch is "
-        "unexplained. Otherwise only on a CPU.",
+        "unexplained. With fp8_forward='off' this works only on a CPU.",
     )
 
     @property
@@ -127,7 +127,7 @@ class ForwardFlags(FlagGroup):
                 f"fp8_forward={self.fp8_forward!r} with fp16=True: the engine's activations are BF16. Set bf16=True, "
                 "or fp8_forward='off' (FP16 training with FP8 rollouts works)."
             )
-        # getattr: the feature kv_cache may be deleted
+        # getattr, because this feature also works in a package without the feature kv_cache, which has this flag
         if getattr(self, "simulate_kv_cache", None) is False and self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"simulate_kv_cache=False with fp8_forward={self.fp8_forward!r}: the trainer runs the engine's "
@@ -166,7 +166,7 @@ def forward_replacing_flags(args: FlagGroup) -> list[str]:
 
 
 def require_followed(outline: Outline) -> None:
-    """Raise `ValueError` for a model of a type whose layers a trainer cannot compute as an engine does."""
+    """Raise `ValueError` if a trainer cannot compute the layers of this type of model as an engine does."""
     policy = f"fp8_forward='one_forward' with a policy of type {outline.config_type!r}"
     if any(cache.is_latent for cache in outline.caches):
         raise ValueError(
@@ -193,7 +193,7 @@ def recomputed_bytes(outline: Outline, setup: Setup) -> float:
     for name, (rows, _) in outline.linears.items():
         kind = name.rpartition(".")[2]
         if kind in RECOMPUTED:
-            width = rows // 2 if kind == "gate_up_proj" else rows  # a fused linear has the rows of both
+            width = rows // 2 if kind == "gate_up_proj" else rows  # a fused linear has the rows of gate and up
             per_token = max(per_token, RECOMPUTED[kind] * width)
     elements = defaultdict(int)  # module of a layer's experts -> elements of their weights
     for name, shape in outline.parameters.items():
@@ -203,9 +203,9 @@ def recomputed_bytes(outline: Outline, setup: Setup) -> float:
     # Bytes per element of the experts
     copy = 0
     gradients = 2  # in BF16
-    if BYTES[setup.dtype] == 4:  # FP32 weights
-        copy = 2  # of the weights in BF16
-        gradients += 4  # again in FP32
+    if BYTES[setup.dtype] == 4 and not setup.args.base_in_engine:  # FP32 weights
+        copy = 2  # of the weights, in BF16
+        gradients += 4  # cast to FP32, while those in BF16 exist
     if setup.lora_rank:
         gradients = 0
     tokens = setup.args.per_device_train_batch_size * setup.tokens
@@ -213,11 +213,11 @@ def recomputed_bytes(outline: Outline, setup: Setup) -> float:
 
 
 def reference_bytes(outline: Outline, setup: Setup, recipe: FP8Recipe) -> int:
-    """Return the bytes of the reference's weights that the engine's kernels read, stored as the engine's are."""
+    """Return the bytes of the reference's weights that the engine's kernels read, in the engine's formats."""
     if setup.args.base_in_engine:
-        return 2 * engine_adapters(outline, setup.lora_rank)  # the base is the policy's
+        return 2 * engine_adapters(outline, setup.lora_rank)  # in BF16; the reference uses the policy's base
     shapes = dict(outline.parameters)
-    if "lm_head.weight" in shapes:  # else the head reads the embedding, which otherwise no kernel of the engine reads
+    if "lm_head.weight" in shapes:  # then no kernel of the engine reads the embedding; else the output head reads it
         del shapes[next(name for name in shapes if name.endswith("embed_tokens.weight"))]
     total = 0
     for name, shape in shapes.items():

@@ -58,8 +58,8 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
     require_expert_backward(recipe, fp8_backward)
     require_followed(outline_of(model))
     base = transformers_model(model)
-    # PATCHES has the rotary function in transformers' own file of each known type. A class from another file may
-    # compute anything
+    # PATCHES lists `apply_rotary_pos_emb` in transformers' file of each known model type. A class from any other file
+    # may compute something else
     if f"{type(base).__module__}.{APPLY_ROTARY}" not in PATCHES:
         raise ValueError(
             f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: only transformers' "
@@ -80,9 +80,9 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
             followed_embedding(module)
         elif isinstance(module, nn.Dropout) and module.p and not of_adapter(name, model):
             raise ValueError(
-                f"fp8_forward='one_forward': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
-                "nothing. Load the model without dropout (Phi-3: model_init_kwargs={'resid_pdrop': 0.0}), or set "
-                "fp8_forward='off'."
+                f"fp8_forward='one_forward': {checkpoint_name(name)} drops {module.p:g} of its input, but the engine "
+                "drops nothing. Load the model without dropout (Phi-3: model_init_kwargs={'resid_pdrop': 0.0}), or "
+                "set fp8_forward='off'."
             )
         elif isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
             if not isinstance(module, HoldsCodes):
@@ -130,10 +130,10 @@ def _unknown_adapter(module: BaseTunerLayer) -> str | None:
 
 
 class OneForward(FollowedAttention, Swapper):
-    """Lets a policy follow an engine, from its construction on, until it is switched off.
+    """Lets a policy follow an engine while it is on. It is on after its construction.
 
-    The policy has passed `require_followable`, and is not wrapped for training yet. `ValueError` names a module that
-    the engine has no kernel for, and leaves the policy unchanged.
+    The policy has to pass `require_followable` first, and must not be wrapped for training yet. If the engine has no
+    kernel for a module, the constructor raises `ValueError` with the module's name, and no module changes.
 
     Attributes:
         on: Whether the policy follows now.
@@ -154,8 +154,8 @@ class OneForward(FollowedAttention, Swapper):
         self.modules: dict[str, nn.Module] = {}
         self._swapped: list[nn.Module] = []
         base = transformers_model(model)
-        # transformers' attention calls the rotary function in its family's file by name. The patch stays permanently,
-        # and calls the original function if there is no `RotaryCall`
+        # transformers' attention looks up the rotary function by name in the file of its model family. The patch there
+        # stays permanently, and calls the original function unless it gets a `RotaryCall` (between.py)
         family = sys.modules[type(base).__module__]
         apply_rotary = getattr(family, APPLY_ROTARY)
         if not isinstance(apply_rotary, RotaryPatch):
@@ -206,7 +206,7 @@ class OneForward(FollowedAttention, Swapper):
         if isinstance(module, nn.Linear):
             self._swap(path, module, FollowedLinear, **self._linear(name, module))
         elif isinstance(module, ParamWrapper):
-            return  # changes a parameter of the module inside, which follows
+            return  # it changes a parameter of the module that it wraps, and that module follows
         elif isinstance(module, BaseTunerLayer):
             self._swap(path, module, FollowedAdapter)
         elif is_router(module):
@@ -216,8 +216,8 @@ class OneForward(FollowedAttention, Swapper):
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, followed_embedding(module))
         elif is_rotary(module):
-            # One rotary embedding for each type of layer (windowed, global). The key None is for models whose layers
-            # have one type
+            # One rotary embedding for each type of layer (windowed, global). Models whose layers all have one type
+            # look it up with the key None
             types = getattr(module.config, "layer_types", None) or []
             first_layer = {None: 0} | {kind: types.index(kind) for kind in types}
             engine = {kind: kernels.rotary(layer) for kind, layer in first_layer.items()}
@@ -237,8 +237,8 @@ class OneForward(FollowedAttention, Swapper):
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
-        # Fused layers share one call. Each layer reads the output once. A layer with adapters reads it twice: in
-        # `FollowedAdapter` for the output, and in PEFT's forward for the gradient
+        # Layers that the engine fuses share one call. Each layer reads its output once, or twice if it has adapters:
+        # in `FollowedAdapter` for the output, and in PEFT's forward for the gradient
         if engine not in self._calls:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (

@@ -14,9 +14,9 @@ quantities are compared:
 A quantity is not compared if the engine does not have it, or stores it in an unknown place. Each module is compared
 while it runs, because sharded weights are gathered then.
 
-With one forward a difference is an error, unless fp8_forward_check='warn', because the values would be those of one
-model and the gradients those of another, and no mismatch would show it. Without one forward a difference is a warning,
-because `mismatch/*` shows it, too.
+With one forward a difference is an error, or a warning with fp8_forward_check='warn'. Values would come from one model
+and gradients from another, and no mismatch would show it. Without one forward a difference is a warning, because
+`mismatch/*` shows it, too.
 
 Shape letters: P positions.
 """
@@ -59,7 +59,8 @@ GATES = torch.linspace(-6, 6, 241)[:, None]  # inputs for activation functions
 class SameModel(Feature):
     """Checks that the engine computes the policy's model.
 
-    If it does not, raises `RuntimeError` if the policy follows the engine, and else warns.
+    On a difference it raises `RuntimeError` if the policy follows the engine (unless fp8_forward_check='warn'), and
+    warns otherwise.
     """
 
     def __init__(self, trainer):
@@ -68,7 +69,7 @@ class SameModel(Feature):
         self._is_compared = False
 
     def engine_part(self):
-        if self.trainer.feature(Following):  # whose part provides the kernels
+        if self.trainer.feature(Following):  # its engine part already provides the kernels
             return None
         from .engine_kernels import KernelsPart  # needs vllm
 
@@ -84,7 +85,7 @@ class SameModel(Feature):
         with hooked(self.trainer.model) as hook:
             self.witness = compare_modules(self.trainer, self._kernels, hook, following and following.forward)
         self._report(follows=following is not None)
-        self._is_compared = True  # not if `_report` raises: a trainer that is used again is compared again
+        self._is_compared = True  # stays False if `_report` raises, so the next sync compares again
 
     def _report(self, follows: bool) -> None:
         """Raise or warn on every rank if any rank found a difference. Collective."""
@@ -157,7 +158,7 @@ class Witness:
             handles.callback(self._model.train, training)
             self._model.eval()
             for module, compare in compared.items():
-                # Prepend, because the hooks of FSDP2 and ZeRO-3 shard the weights again
+                # Prepend, because the hooks of FSDP2 and ZeRO-3, which run later then, shard the weights again
                 hook = partial(self._call, compare)
                 handles.enter_context(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
             yield
@@ -185,7 +186,7 @@ class Witness:
         elif self._forward.on:
             own_class = module.before
             not_following = self._forward.switched(on=False)
-        else:  # `compare` is calling transformers' forward of a module around this one
+        else:  # the `compare` of an outer module is running, and called transformers' forward of that module
             return None
         with not_following, torch.autocast(self._hook.device.type, enabled=False):
             return compare(module, partial(own_class.forward, module), args, kwargs, output)
@@ -209,7 +210,7 @@ class Witness:
         cap = options.get("softcap")
         quantity = "soft cap of scores"
         if cap and self._forward is None and self._hook.implementation == "sdpa":
-            # torch's attention has no soft cap, whatever the config says. A policy that follows never calls it
+            # torch's SDPA applies no soft cap, whatever the config says. A policy that follows does not use SDPA
             cap = None
             quantity = "soft cap of scores, for which attn_implementation has to be 'eager'"
         findings.compare_numbers(name, quantity, cap, softcap)
@@ -221,13 +222,16 @@ class Witness:
             query, key, value = (state.float() for state in states)
             own, magnitudes = (attend(module, query, key, v, mask, **options)[0] for v in (value, value.abs()))
         # The output is a weighted mean of v, and is rounded to BF16 twice. Over an FP8 cache, kernels also round the
-        # weights to e4m3. Scores are FP32 sums, whose rounding changes a weight by less than that
+        # weights to e4m3. Scores are FP32 sums. Their rounding changes a weight by less than these roundings do
         in_fp8 = self._hook.scales_L3 is not None and layer not in self._hook.skip_layers
         bound = (2 * U16 + (U8 if in_fp8 else 0)) * magnitudes
         findings.compare_outputs("attention", name, output, own, bound, "output of attention")
 
     def _rotary(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
-        """Compare cos and sin at positions of the whole run. Return a call that also compares rotated q and k."""
+        """Compare cos and sin at positions up to the longest sequence's last one.
+
+        Return a replacement of `output` that also compares rotated q and k; None to leave `output`.
+        """
         x, position_ids, *layer_type = (*args, *kwargs.values())  # transformers passes them by position or by name
         positions = torch.linspace(0, self._longest - 1, min(POSITIONS, self._longest), device=x.device).long()
         # Some models have several kinds of positions, in leading dims of `position_ids`
@@ -286,11 +290,11 @@ def compare_modules(trainer: Any, kernels: EngineKernels, hook: AttentionHook, f
 
 
 def compare_window(findings: Findings, name: str, sees: Callable, window: int | None, last: int, device) -> None:
-    """Compare which keys a query sees: a query at the first, middle and last positions, and at the edge of the window.
+    """Compare which keys a query sees, for queries at the first, middle and last positions and at the window's edge.
 
     Args:
         sees: The policy's rule; see `AttentionHook.watched`.
-        window: Number of tokens that a query of the engine sees, itself included; None: all before it.
+        window: Number of tokens that a query of the engine sees, its own included; None: all tokens up to its own.
         last: The last position of a run.
     """
     key = torch.arange(last + 1, device=device)
@@ -309,15 +313,15 @@ def compare_angles(
 ) -> bool:
     """Compare cos and sin `[P, angles]` of both sides. Return whether they are the same.
 
-    transformers may have each angle twice, in two halves or interleaved.
+    The engine has each angle once. transformers may have each twice, in two equal halves or interleaved.
     """
     width, angles = own[0].shape[-1], engine[0].shape[-1]
     turned = f"the policy turns {width} of a head, the engine {2 * angles}"
     if not findings.note(width in (angles, 2 * angles), name, f"turned channels ({turned})"):
         return False
     orders = [slice(None)] if width == angles else [slice(angles), slice(None, None, 2)]
-    # The first term is for an engine that stores cos and sin in BF16. An angle is the position times an FP32
-    # frequency, and each side rounds the frequency and the product: the second term
+    # The first term covers an engine that stores cos and sin in BF16. The second covers the angles: each side rounds
+    # the FP32 frequency, and its product with the position
     bound = U16 * engine[0].abs().max().item() + 2.0**-22 * positions[:, None]
     best = None
     for order in orders:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 EXPLAINED, UNEXPLAINED, SCORING = "mismatch/explained_k3", "mismatch/unexplained_k3", "mismatch/scoring_k3"
 # On a CPU, shared kernels leave a k3 of 0. On a GPU, one forward allows a mean |log r| of 1e-3, a k3 of about 5e-7
 MAX_UNEXPLAINED_K3 = 1e-6
-# At an explained k3 of 0.006 no loss of learning was found, at 0.03 one was (docs/evidence.md)
+# At an explained k3 of 0.006 no loss of learning was found, at 0.03 there was one (docs/evidence.md)
 LARGE_EXPLAINED_K3 = 0.01
 TEXTS = {
     UNEXPLAINED: (
@@ -28,9 +28,9 @@ TEXTS = {
 
 
 def mismatch_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return a warning by metric for each part that FP8 does not explain and that is too large.
+    """Return metric name -> warning, for each part above `MAX_UNEXPLAINED_K3` that FP8 does not explain.
 
-    There is no warning for NaN, which means that nothing was measured.
+    NaN means that a part was not measured, and gives no warning.
     """
     warnings = {}
     for name, text in TEXTS.items():
@@ -41,11 +41,11 @@ def mismatch_warnings(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def explained_note(metrics: Mapping[str, float]) -> str:
-    """Return a note on the explained part and on what lowers it, if it is large; else an empty string."""
+    """Return a note on the explained part and what lowers it; empty if it is at most `LARGE_EXPLAINED_K3` or NaN."""
     explained = metrics.get(EXPLAINED, 0.0)
-    if not explained > LARGE_EXPLAINED_K3:  # also for NaN
+    if not explained > LARGE_EXPLAINED_K3:  # written with `not`, because comparisons with NaN are false
         return ""
-    dropout = "" if SCORING in metrics else " So does dropout that is on, which no pass measures here by itself."
+    dropout = "" if SCORING in metrics else " Dropout, if it is on, also adds to it here."
     return (
         f"{EXPLAINED} = {explained:.3g}: on the same weights, the policy's own forward differs by this much from the "
         f"engine's kernels. FP8 formats do that.{dropout} To lower it, keep layers in BF16 (fp8_ignored_modules), set "

@@ -2,8 +2,8 @@
 
 A comparison gets the module, transformers' forward of it (`own`), the arguments of a call, and the engine's output.
 While it runs, the policy does not follow. In this file `found` is what the engine computed, and `own` or `computed`
-what transformers did. The two may differ by no more than rounding explains. BF16 keeps 8 significant bits and e4m3
-keeps 4. Rounding to nearest changes a value by at most half a step:
+what transformers' forward computed. The two may differ by no more than rounding explains. BF16 keeps 8 significant
+bits and e4m3 keeps 4. Rounding to nearest changes a value by at most half a step:
 
     |round(v) - v|  <=  u |v|        u = 2^-8 (BF16), 2^-4 (e4m3)
 
@@ -12,8 +12,9 @@ most 2 amax / 448, since it may be rounded up to a power of two. So half a step 
 times 2^-13 amax (`SMALL`).
 
 If a module rounds each number only a few times, each of its outputs has a bound. A matrix product adds up thousands of
-roundings with independent signs, so their squares add up. (A bound from the sum of their absolute values would be so
-large that any output passes.) FP32 sums round at 2^-24, which is far below all of these bounds.
+errors with independent signs, so their squares add up, and the norm of each token's errors has a bound. (A bound from
+the sum of absolute errors would be so large that any output passes.) FP32 sums round at 2^-24, which is far below all
+of these bounds.
 
 Shape letters: T tokens, K in-features, N out-features, E experts, V vocabulary, D draws.
 """
@@ -35,7 +36,7 @@ from .one_forward import OneForward
 
 
 U8, U16 = 2.0**-4, 2.0**-8  # u of e4m3 and of BF16
-SMALL = 2.0**-13  # times the largest value: smaller values are rounded by no more than a value of this size
+SMALL = 2.0**-13  # fraction of amax: a smaller value has at most the rounding error of a value of this size
 ROWS = 1024  # number of a weight's rows that are squared at a time
 TINY = 2.0**-20  # mean square of rows that are so small that they show a norm's eps
 DRAWS = 4  # number of random directions in which the input of experts is changed
@@ -78,7 +79,7 @@ class Findings:
 
 
 class Values:
-    """Comparisons of a policy's modules. `names` has their checkpoint names."""
+    """Comparisons of the outputs of a policy's modules. `names` are the modules' checkpoint names."""
 
     def __init__(self, forward: OneForward, names: dict[nn.Module, str], findings: Findings):
         self._forward, self._names, self._findings = forward, names, findings
@@ -95,7 +96,7 @@ class Values:
         }
 
     def of(self, module: nn.Module) -> Callable | None:
-        """Return the function that compares `module`, or None."""
+        """Return the method that compares the output of `module`; None if no method does."""
         if isinstance(module, FollowedLinear) and module.adapted:  # PEFT's wrapper around it is compared instead
             return None
         for kind, compare in self._kinds.items():
@@ -119,7 +120,7 @@ class Values:
         self._compare("FP8 linear" if base.is_fp8 else "linear", module, found_TN, own_TN, bound_T)
 
     def _norm(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare a norm on its input, and on tiny rows, because only those show which eps the engine uses."""
+        """Compare a norm on its input, and on its input scaled to tiny rows, which alone show the engine's eps."""
         x = args[0].to(torch.bfloat16)
         shrink = (TINY / x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()
         tiny = (x * shrink).to(torch.bfloat16)
@@ -128,13 +129,13 @@ class Values:
             with _in_bf16(module):
                 computed = own(rows.float())
             # The output is x times the inverse root times the weight. Each of the two products is rounded to BF16 at
-            # most twice. The second term is for the mean that a LayerNorm subtracts, in FP32
+            # most twice. The second term covers the mean, which a LayerNorm subtracts in FP32
             bound = 4 * U16 * computed.abs() + 2.0**-16 * computed.abs().amax(-1, keepdim=True)
             if not self._compare("norm", module, found, computed, bound, quantity=quantity):
                 return
 
     def _mlp(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare act(gate) * up, the input of the last linear layer. Linear layers are compared by themselves."""
+        """Compare act(gate) * up, the input of the last linear layer. `_linear` compares the MLP's linear layers."""
         x = args[0].to(module.down_proj.weight.dtype)
         outputs: dict[nn.Module, Tensor] = {}  # those of gate and up, rounded to BF16 as in the engine
         products: list[Tensor] = []  # act(gate) * up by transformers
@@ -174,7 +175,7 @@ class Values:
         self._compare("embedding", module, output, computed, 3 * U16 * computed.abs())
 
     def _router(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> None:
-        """Compare logits, then the chosen experts, then the gate weights of tokens with the same experts."""
+        """Compare logits, then the chosen experts, then the gate weights of tokens for which both chose the same."""
         x_TK = args[0].float().flatten(0, -2)
         with _in_bf16(module) as weights:
             own_TE, own_gates, own_chosen = own(x_TK)
@@ -196,7 +197,7 @@ class Values:
             self._compare("router", module, found, computed, bound, quantity="gate weights")
 
     def _experts(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare the experts of a layer, for the engine's choice and gate weights."""
+        """Compare the output of a layer's experts. Both sides get the engine's chosen experts and gate weights."""
         x, chosen, gates = (*args, *kwargs.values())
         x, gates = (each.to(module.gate_up_proj.dtype) for each in (x, gates))
         in_fp8 = self._names[module] in self._forward.recipe.fp8_experts
@@ -216,7 +217,7 @@ class Values:
         softcap: float | None,
         found: Tensor,
     ) -> None:
-        """Compare logits `[T, V]`. `found` are the engine's. transformers scales by `scale` and caps at `softcap`."""
+        """Compare the engine's logits `found` `[T, V]` with transformers', times `scale` and capped at `softcap`."""
         with torch.autocast(hidden_TK.device.type, enabled=False):
             x_TK = tokens_of(hidden_TK)
             own_TV = nn.functional.linear(x_TK.to(weight.dtype), weight, bias).float()
@@ -231,12 +232,15 @@ class Values:
         )
 
     def rotated(self, name: str, apply: Callable, cos_sin: tuple, states: tuple, rotated: tuple) -> None:
-        """Compare q and k `[B, H, T, D]` after the engine's rotary embedding `name`; `states` are those before it."""
+        """Compare q and k `[B, H, T, D]` after the rotary embedding `name`.
+
+        `states` are q and k before it, `rotated` after the engine's. `apply` is transformers' function.
+        """
         with torch.autocast(cos_sin[0].device.type, enabled=False):
             own = apply(*(state.float() for state in states), *cos_sin)
         for which, state, found, computed in zip("qk", states, rotated, own, strict=True):
             # A rotated channel is the sum of two channels times cos and sin. The angles, the products and the sum are
-            # rounded to BF16. Only `apply` knows which two channels, so the bound is that for any two
+            # rounded to BF16. Only `apply` knows which two, so the bound holds for any two channels
             largest = 2 * cos_sin[0].abs().max().item() * state.float().abs().amax(-1, keepdim=True)
             quantity = f"{which}, turned by its rotary embedding"
             self._findings.compare_outputs("rotary", name, found, computed, 4 * U16 * largest, quantity)
@@ -244,7 +248,7 @@ class Values:
 
 @contextmanager
 def _in_bf16(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Replace the module's direct parameters, inside the block, by the BF16 values of the engine, as FP32 tensors."""
+    """Round the module's direct parameters to BF16, as in the engine, inside the block. Yield them as FP32 tensors."""
     rounded = {name: p.to(torch.bfloat16).float() for name, p in module.named_parameters(recurse=False)}
     with holding(module, rounded):
         yield rounded
@@ -253,14 +257,15 @@ def _in_bf16(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -> Tensor:
     """Return the bound `[T]` on the norm of a token's errors in `y = x @ W.T`, if both operands are rounded.
 
-    `unit` is their u. For each of the K products of an output
+    `unit` is u of these operands. The error of each product, and the bound from all of them, are
 
         |x w - round(x) round(w)|  <=  2 u |x w|
         bound^2  =  sum_NK (2 u x w)^2 + (2 u16 |y|)^2
 
-    The second term is there because outputs and partial sums are BF16. The first term takes the largest error of each
-    product. The mean square of these errors is a ninth of its square, so rounding stays below the bound. If the engine
-    had another weight, the error would be as large as y, and exceed the bound.
+    The second term covers outputs and partial sums, which are BF16. The first takes the largest error of each product.
+    If rounding errors are spread evenly over a step, the mean square of a product's error is at most a sixth of that
+    error's square, so rounding stays below the bound. If the engine had another weight, the error would be as large as
+    y, and exceed the bound.
     """
     x_TK, weight_NK = x_TK.double().abs(), weight_NK.detach()
     x_TK = (x_TK + SMALL * x_TK.amax(-1, keepdim=True)).square()
@@ -284,9 +289,9 @@ def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
 
 
 def activation_bound(own: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Return the bound of each output of act(gate) * up, if act and the product are rounded to BF16.
+    """Return the bound of each output `own` of act(gate) * up, if act and the product are rounded to BF16.
 
-    The second term is for GELU, which far below 0 is the difference of two nearly equal FP32 numbers.
+    The second term covers GELU, which far below 0 is the difference of two nearly equal FP32 numbers.
     """
     return 3 * U16 * own.abs() + 2.0**-20 * (gate * up).abs()
 
@@ -294,8 +299,8 @@ def activation_bound(own: Tensor, gate: Tensor, up: Tensor) -> Tensor:
 def excess_of(found: Tensor, own: Tensor, bound: Tensor) -> float:
     """Return the ratio of an error to its bound; infinity if an output is not a number.
 
-    If each element has a bound, it is the largest ratio. If `bound` `[T]` is for the norm of each token's errors, it
-    is the root mean square over tokens.
+    If `bound` has the shape of the outputs, the result is the largest ratio of an element. If `bound` `[T]` is for the
+    norm of each token's errors, the result is the root mean square of the tokens' ratios.
     """
     error, bound = found.double() - own.double(), bound.double().clamp_min(1e-30)
     if bound.dim() < error.dim():

@@ -4,7 +4,7 @@ With one scale per block, an outlier harms only its own block. 128x128 blocks ar
 DeepGEMM and the DeepSeek-V3 checkpoints share (arXiv 2412.19437, section 3.3). The result is torchao's
 `Float8Tensor`: `qdata` holds the codes, and `scale` the FP32 numbers that dequantize them by multiplication.
 
-torchao's own `Float8Tensor.from_hp` takes the scale in the input's dtype, turns an all-zero block into NaN, refuses
+torchao's own `Float8Tensor.from_hp` computes the scale in the input's dtype, turns an all-zero block into NaN, refuses
 ragged shapes, has no power-of-two scales, and needs 8.5 times the weight in temporary memory. On aligned weights with
 fp32 scales it gives the same bytes for `w.float()` and `hp_value_lb=1e-12`: tests/quantization/test_blockwise.py.
 
@@ -91,7 +91,7 @@ def quantize_activation(
 
     Args:
         activation: `[..., K]`, floating point. The last group of a row counts as padded with zeros.
-        scale_format, amax_floor, reciprocal: Those of the engine's kernel, see `formats.ActivationScaling`.
+        scale_format, amax_floor, reciprocal: Rounding of the engine's kernel, see `formats.ActivationScaling`.
         group: Number of elements that share a scale.
 
     Returns:
@@ -107,8 +107,8 @@ class Destination(NamedTuple):
     codes: torch.Tensor  # e4m3, of the weight's shape, any strides
     scale: torch.Tensor  # `[..., n, k]`, fp32, or e8m0 for powers of two; any strides
     amax: torch.Tensor | None = None  # as in `quantize_weight`
-    # How many rows of codes and of scales come before this part in the whole weight; leading dims count as rows. For
-    # checksums, see `first_row` of `digest`
+    # Number of rows of codes, and of scales, before this part in the whole weight. Leading dims count as rows. They
+    # are the `first_row` of the checksums (`digest`)
     rows_before: tuple[int, int] = (0, 0)
 
 
@@ -154,7 +154,7 @@ def _quantize_by_kernel(
         options = {"round_to_bf16": True, "into": (codes, scale), "sums": row, "first_rows": rows}
         quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
         # Autograd does not see what a kernel writes. With a higher version, as after torch's own writes, a backward
-        # through the old values is an error. Otherwise it would compute a gradient with the new weight
+        # through the old values is an error. Otherwise the backward would silently use the new weight
         torch.autograd.graph.increment_version([codes, scale])
     return sums
 
@@ -167,8 +167,8 @@ def _quantize_batch(
     options = scale_format, amax_floor, first.amax
     rows_before, scales_before = first.rows_before
     if len(batch) == 1 and first.weight.numel() > _ELEMENTS_AT_ONCE and first.weight.device.type == "cpu":
-        # Only a part is copied at a time; checksums of parts add up to that of the whole. The few scales are summed
-        # and written at the end
+        # Only one part is copied at a time. Checksums of the parts' codes add up to that of all codes. Scales are few:
+        # they are collected, then written and summed at once
         scale = torch.empty_like(first.scale, memory_format=torch.contiguous_format)
         sums = 0
         for where, scales_where, row in _row_parts(first.weight.shape, block):
@@ -194,8 +194,8 @@ def _quantize_batch(
 
 
 def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tuple[tuple, tuple, int]]:
-    """Yield for parts of `[..., N, K]` that hold whole blocks: index of the part in the weight, of its scales in all
-    scales, and number of the part's first row.
+    """Yield for each part of a weight `[..., N, K]`, made of whole blocks: its index in the weight, the index of its
+    scales in all scales, and the number of its first row.
     """
     height = block[0] if block else 1
     count = max(height, _ELEMENTS_AT_ONCE // shape[-1] // height * height)
@@ -225,7 +225,7 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
 
 
 def first_rows(codes: Float8Tensor, count: int) -> Float8Tensor:
-    """Return a view of the first `count` of the N rows of a quantized weight, or of all."""
+    """Return a view of the first `count` rows of a quantized weight; of all N rows if `count` is larger."""
     *lead, rows, columns = codes.block_size
     parts = codes.qdata[..., :count, :], codes.scale[..., : -(-count // rows), :]
     return Float8Tensor(*parts, block_size=[*lead, min(rows, count), columns], dtype=codes.dtype)
@@ -240,8 +240,8 @@ def _quantize(
     amax: torch.Tensor | None = None,
     reciprocal: bool = False,
 ) -> Float8Tensor:
-    """Quantize `values` with one scale for each block of `blocks` elements, (rows, columns) or (columns,). The GPU
-    kernel does it if it supports the blocks and the options.
+    """Quantize `values` with one scale for each block of the size `blocks`, (rows, columns) or (columns,). Use the GPU
+    kernel if it supports these arguments.
     """
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
@@ -277,7 +277,7 @@ def _quantize_by_torch(
     # 3. The scale, in FP32. In the dtype of the values, as torchao computes it, BF16 would round it to 8 bits
     scale = scale_from_amax(amax, scale_format, amax_floor)
     # 4. Codes, computed in the copy itself. Some engine kernels divide by the scale, others multiply by its rounded
-    # reciprocal. For a value next to a tie of two codes the two may give different codes
+    # reciprocal. Next to a tie of two codes, the two ways may give different codes
     divisor = _expandable(scale, len(blocks))
     if reciprocal:
         view.mul_(divisor.reciprocal())

@@ -1,4 +1,4 @@
-"""Checksums of tensors' bytes that stay on the device, for comparing tensors that were sent with those that arrived.
+"""Checksums of tensors' bytes, computed on the device, to compare tensors that were sent with those that arrived.
 
 A tensor is read as 32-bit words in a matrix [R, C]. Word (r, c) is multiplied by the odd key 2 (r + c P) + 1, where P
 is `COLUMN_STEP`, and all products are summed modulo 2**64. Each key is odd, and an odd number has an inverse modulo
@@ -6,12 +6,12 @@ is `COLUMN_STEP`, and all products are summed modulo 2**64. Each key is odd, and
 whole tensors changes it, too, except by a coincidence of 2**-32 or rarer. A checksum protects against mistakes, not
 against an adversary.
 
-Two properties make it cheap. A key is a number for the row plus a number for the column, so most of the work is two
-plain sums of the words, by row and by column:
+Checksums are cheap for two reasons. A key is a number for the row plus a number for the column, so most of the work
+is two plain sums of the words, by row and by column:
 
     sum_rc w_rc (2r + 1 + 2cP)  =  sum_r (2r + 1) (sum_c w_rc)  +  sum_c 2cP (sum_r w_rc)
 
-And checksums are linear: those of a tensor's parts, each with its `first_row`, add up to that of the whole tensor.
+And they are linear: those of a tensor's parts, each with its `first_row`, add up to that of the whole tensor.
 
 On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py). On CPU tensors of one shape are
 summed together. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
@@ -32,9 +32,9 @@ _WORDS_AT_ONCE = 2**18
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: int = 0) -> torch.Tensor:
     """Return the checksum of a tensor, int64 and 0-d, on the tensor's device.
 
-    It depends on the bytes and on the length of a row (the last dim), but neither on the dtype nor on how leading dims
-    are shaped. The tensor may have any strides. It is cast to `dtype` first unless that is None, and padded with zeros
-    to whole words. If the tensor is part of a larger one, `first_row` is the number of its first row there.
+    The checksum depends on the bytes and on the length of a row (the last dim), but neither on the dtype nor on the
+    shape of leading dims. The tensor may have any strides. It is cast to `dtype` first unless that is None, and padded
+    with zeros to whole words. If the tensor is part of a larger one, `first_row` is the number of its first row there.
     """
     dtype = dtype or tensor.dtype
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -44,7 +44,7 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: in
 
 
 def digests(stacked: torch.Tensor, first_row: int = 0) -> torch.Tensor:
-    """Return the `digest` of each of G stacked tensors, int64 `[G]`. Meant for a few MiB in all, because it copies."""
+    """Return the `digest` of each of G stacked tensors, int64 `[G]`. It copies them: use it for a few MiB in all."""
     return _sums(_words(stacked), first_row)
 
 
@@ -86,7 +86,7 @@ def _holds_words(tensor: torch.Tensor) -> bool:
 def digests_of_sent(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast each tensor to its dtype. Return its `digest`, int64 `[n]`, and whether it is finite then, bool `[n]`."""
+    """Cast each tensor to its dtype. Return the digests `[n]`, int64, of the results, and whether each is finite."""
     if tensors and tensors[0].is_cuda and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         from trl_fp8.quantization.kernels.checksum_kernels import sum_sent
 
@@ -102,15 +102,14 @@ def digests_of_sent(
 
 
 def _sum_sent(dtype: torch.dtype, batch: torch.Tensor, row: int) -> torch.Tensor:
-    """Cast G stacked tensors to `dtype`. Return int64 `[G, 2]`: checksum, and number that is 0 if all is finite."""
+    """Cast G stacked tensors to `dtype`. Return int64 `[G, 2]`: checksum, and a number that is 0 if all is finite."""
     batch = batch.to(dtype).contiguous()
     flat = batch.view(len(batch), batch.shape[1:].numel())
     bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
     if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch cannot order it
         bad = flat.isnan().sum(1)
     elif batch.is_floating_point() and flat.shape[1]:
-        # If there is NaN or infinity, an extreme is not finite. A norm would show it, too, but takes 15 times as long
-        # on CPU
+        # NaN and infinity make an extreme (amax or amin) not finite. A norm takes 15 times as long on CPU
         bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
     return torch.stack([_sums(_words(batch), row), bad], 1)
 
@@ -124,8 +123,7 @@ def _fill(
     """Add `compute` of tensor i to row i of `rows`, which the caller has set to zero.
 
     `compute` gets a stack of tensors of one shape and 0, or a part of a large tensor and the number of its first row.
-    Results of parts add up. `dtype` is the dtype that `compute` casts to, if it casts, because parts must be whole
-    words after the cast.
+    Results of parts add up. If `compute` casts, it casts to `dtype`: parts must be whole words after the cast.
     """
     words = [max(tensor.nbytes // 4, 1) for tensor in tensors]
     for batch in same_kinds([(t.dtype, *t.shape) for t in tensors], [_WORDS_AT_ONCE // count for count in words]):
@@ -140,8 +138,8 @@ def _fill(
 def same_kinds(kinds: Sequence[Hashable], limits: Sequence[int]) -> Iterator[list[int]]:
     """Yield batches of indices whose `kinds` are equal. A batch has at most max(1, limit) indices.
 
-    Callers stack small tensors of one shape, because on CPU calling an operation costs more than its work on one small
-    tensor.
+    Callers stack small tensors of one shape, because on CPU a call of an operation takes longer than its work on a
+    small tensor.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):
@@ -175,7 +173,7 @@ def _column_keys(count: int) -> torch.Tensor:
 
 def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield parts of about `_WORDS_AT_ONCE` words along the first dim, and the number of each part's first row in the
-    matrix of words. A tensor whose rows are no whole number of words is one part.
+    matrix of words. A tensor is one part if its rows do not consist of whole words.
     """
     if tensor.dim() < 2 or not tensor.numel() or tensor.shape[-1] * dtype.itemsize % 4:
         yield tensor, 0
@@ -187,8 +185,8 @@ def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Ten
 
 
 def _words(tensors: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of `[G, ...]` as words `[G, R, C]`, int32. A row is the last dim if that has whole words;
-    otherwise R is 1.
+    """Return the bytes of `[G, ...]` as words `[G, R, C]`, int32. The last dim is a row if it consists of whole
+    words; otherwise all bytes are one row.
     """
     flat = tensors.contiguous().view(len(tensors), tensors.shape[1:].numel()).view(torch.uint8)
     row_bytes = tensors.shape[1:][-1:].numel() * tensors.element_size()  # a 0-d tensor is a row of one element

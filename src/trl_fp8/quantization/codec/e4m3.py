@@ -35,8 +35,8 @@ def saturating_cast_(values: torch.Tensor) -> torch.Tensor:
 def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: bool = True) -> torch.Tensor:
     """Return the values of `codes` (or of their bytes) times `scale`, in FP32.
 
-    Without `nan` the code of NaN becomes +-480, which saves a pass over the codes. On CPU this is six times as fast as
-    torch's cast, which is not vectorized.
+    Without `nan` the code of NaN becomes +-480, which saves a pass over the codes. On CPU the function is six times as
+    fast as torch's cast, which is not vectorized.
     """
     # A code has the bits seeeemmm. Shifted by 7, with a zero between the sign and the rest, they are s0eeeemmm0000000,
     # an FP16 number of the same mantissa. The bias of FP16's exponent is 15 and that of e4m3's is 7, so the FP16
@@ -49,7 +49,7 @@ def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: boo
 
 def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
     """Round `values` (fp32, positive) up to powers of two. NaN and inf stay as they are."""
-    # By the exponent's bits, because `exp2(ceil(log2(x)))` depends on how log2 rounds next to a power of two
+    # `frexp` reads the exponent's bits. `exp2(ceil(log2(x)))` would depend on how log2 rounds next to a power of two
     mantissa, exponent = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
     # The next power of two is 2**exponent. A value with mantissa 0.5 is a power of two itself
     power = torch.ldexp(torch.ones_like(values), exponent - (mantissa == 0.5).to(exponent.dtype))
@@ -74,8 +74,8 @@ def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tens
 
 
 class PassGradient(torch.autograd.Function):
-    """`function(values)`, a rounding, whose gradient goes to `values` unchanged. The true gradient is zero almost
-    everywhere.
+    """Result of a rounding, `function(values)`. Its gradient passes to `values` unchanged (straight-through), because
+    the true gradient is zero almost everywhere.
     """
 
     @staticmethod
@@ -90,8 +90,8 @@ class PassGradient(torch.autograd.Function):
 def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Return `states` as attention reads them from an FP8 KV cache, in their shape and dtype.
 
-    The gradient passes unchanged, also that of saturated elements (arXiv 2601.14243), which
-    `fp8/kv_saturation_fraction` counts.
+    The gradient passes unchanged, also to saturated elements (arXiv 2601.14243). The metric
+    `fp8/kv_saturation_fraction` counts these.
     """
     if casts_in_hardware(states.device):
         from trl_fp8.quantization.kernels.cache_kernels import round_trip  # hosts without a GPU may have no Triton

@@ -1,4 +1,4 @@
-"""Check that the GPU kernels give the same bytes as on CPU with the user's device, Triton and driver.
+"""Check, with the user's device, Triton and driver, that GPU kernels give the same bytes as torch on CPU.
 
 The audit of a sync relies on these kernels. With a kernel that gave the same checksum for everything, an audit would
 pass and prove nothing.
@@ -33,7 +33,7 @@ def require_exact_kernels(device: torch.device) -> None:
 
 
 def results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Run every kernel on a sample, BF16 `[160, 320]`, on its device. Does not synchronize."""
+    """Return name -> result of each kernel for a sample, BF16 `[160, 320]`, on its device. Does not synchronize."""
     tensors = {"checksum": digest(sample), "checksum of a part": digest(sample[3:, :130])}
     for scale_format in SCALE_FORMATS:
         weights = quantize_weight(sample, scale_format, check_finite=False)
@@ -46,7 +46,7 @@ def results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _delivered(sample: torch.Tensor) -> dict[str, torch.Tensor]:
     """Run the kernels of a delivery, which quantize into parts of larger tensors and sum up unquantized tensors."""
-    # Values between two BF16 numbers. They are made by a product, which is exact; CUDA's division by a number is not
+    # Values between two BF16 numbers, by a product, which is exact. CUDA's division by a number is not
     between = sample.float() * (1 + 7 / 2048)
     whole = torch.zeros(400, 340, dtype=torch.uint8, device=sample.device).view(E4M3)
     whole_scale = torch.zeros(5, 4, dtype=torch.float32, device=sample.device)

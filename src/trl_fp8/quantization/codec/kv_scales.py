@@ -1,4 +1,4 @@
-"""Magnitudes of q, k and v, and the per-tensor scales of an FP8 KV cache, which are made from the largest magnitudes.
+"""Magnitudes of q, k and v, and the scales of an FP8 KV cache, one per tensor, made from the largest magnitudes.
 
 A halved scale saturates K and destroys the attention (measured on a tiny Qwen3: the mean log-prob difference rises
 from 0.06 to 5.0). A scale that is 8 times too large costs next to nothing, because e4m3's relative error is the same
@@ -20,7 +20,7 @@ from .e4m3 import ceil_pow2
 
 
 QKV = ("q", "k", "v")
-KV_SCALES = "KV cache scales"  # name of the scales as a value that a sync carries
+KV_SCALES = "KV cache scales"  # name of the scales as a `CarriedValue` (sync/records.py)
 
 # Root mean square (rms) of e4m3's relative rounding error. A number m 2^e, 1 <= m < 2, is rounded in steps of 2^e / 8.
 # An error that is uniform within a step has the rms step / sqrt(12), which is 1 / (8 m sqrt(12)) of the number. The
@@ -62,11 +62,11 @@ def add_magnitudes(
 
     Args:
         states: q, k or v, `[B, H, T, D]`, floating point, any strides.
-        real_BT: Which tokens count (padding does not), bool, any strides.
+        real_BT: False at padding, which does not count, bool, any strides.
         amax: 0-d, fp32, not negative. Becomes the largest magnitude seen so far; NaN counts as the largest.
-        elements: 0-d, fp64. The number of the elements that count is added.
+        elements: 0-d, fp64. The number of elements at real tokens is added.
         limit: 0-d, fp32, a number that the dtype of `states` represents exactly. None: `beyond` is not updated.
-        beyond: 0-d, fp64. The number of elements whose magnitude is above `limit` is added.
+        beyond: 0-d, fp64. The number of these elements whose magnitude is above `limit` is added.
     """
     if states.is_cuda:
         from trl_fp8.quantization.kernels.cache_kernels import add_magnitudes as by_kernel  # needs Triton
@@ -120,7 +120,7 @@ def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling:
     """
     # Each element of k is off by E4M3_RELATIVE_ERROR of itself, independently of others, and is multiplied by an
     # element of q. A simpler measure, the largest |k| over the rms of k, would not do: one dominant channel already
-    # brings it to sqrt(D), whether its error matters or not
+    # raises it to sqrt(D), even if q is small there
     k_squares_HD = k_squares_GD.repeat_interleave(q_squares_HD.shape[0] // k_squares_GD.shape[0], 0)
     return scaling * E4M3_RELATIVE_ERROR * (q_squares_HD * k_squares_HD).sum(-1).sqrt().amax()
 

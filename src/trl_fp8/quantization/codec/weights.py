@@ -1,7 +1,7 @@
-"""FP8 weights of a format: quantized as an engine fuses them, viewed where it holds them, stored in a checkpoint.
+"""FP8 weights of a format: how they are quantized, viewed in an engine's tensors, and stored in a checkpoint.
 
 Shapes: a weight `[N, K]` has scales `[n, k]`, one for each block; experts `[E, N, K]` have scales `[E, n, k]`. If a
-whole weight has one scale, an engine holds it as `[]` and a checkpoint as `[1]`. Here it is one block, `[1, 1]`.
+whole weight has one scale, the scale is `[]` in an engine, `[1]` in a checkpoint, and `[1, 1]`, one block, here.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def quantize_as_engine(x: torch.Tensor, spec: FormatSpec, scaling: ActivationSca
 
 
 def as_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """Return a view of an engine's scales as numbers (bytes as e8m0) `[..., n, k]`, of one 0-d scale as `[1, 1]`."""
+    """Return a view `[..., n, k]` of an engine's scales: bytes as e8m0 numbers, a 0-d scale as `[1, 1]`."""
     if scale.dtype == torch.uint8:
         scale = scale.view(E8M0)
     return scale if scale.dim() > 1 else scale.view(1, 1)
@@ -72,7 +72,7 @@ def stored_scale(codes: Float8Tensor, spec: FormatSpec) -> torch.Tensor:
 
 
 def extremes(scales: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the smallest and the largest scale of each of n tensors of an engine's scales, fp32 `[n]`, on the device.
+    """Return the smallest and the largest scale in each of n tensors of scales, both fp32 `[n]`, on the device.
 
     NaN counts as the largest. Does not synchronize with the device.
     """

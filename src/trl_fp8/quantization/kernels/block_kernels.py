@@ -2,7 +2,7 @@
 
 torch's operations would read and write an fp32 copy half a dozen times, which takes as long as the GEMM that the codes
 are for. Codes, scales and checksums equal, byte for byte, what codec/blockwise.py and codec/digest.py compute on a
-CPU. Checksums do so in any order of programs, because they are sums modulo 2**64.
+CPU. The order of programs does not change a checksum, because it is a sum modulo 2**64.
 
 Shape letters: N rows, K columns, `...` leading dims; n = ceil(N / 128), k = ceil(K / 128).
 """
@@ -20,8 +20,8 @@ from trl_fp8.quantization.formats import BLOCK, E4M3_MAX, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
-# Rows of a program if a group is part of a row. 32, because a transposed operand is contiguous down the rows: 32 BF16
-# numbers are 64 bytes in one piece
+# Rows of a program that quantizes groups of a row, or dequantizes. 32, because a transposed operand is contiguous down
+# the rows: 32 BF16 numbers are 64 bytes in one piece
 ROWS = 32
 WARPS = 8, 16  # candidates for the warps of a program if blocks are square; more warps need fewer registers per thread
 COLUMN_STEP = tl.constexpr(formats.COLUMN_STEP)
@@ -43,11 +43,11 @@ def quantize_blocks(
 
     Args:
         values: `[..., N, K]` with `square`; `[..., K]` otherwise. It is read in one launch, with any strides of the
-            last two dims. Leading dims that one stride does not step through are copied first, which reads the tensor
+            last two dims. If its leading dims cannot be merged into one stride, a copy is made first, which reads it
             once more.
         round_to_bf16: Quantize `values.bfloat16()`, which is rounded in registers.
-        into: Codes and scales to write to, in the shapes that are returned; strides as for `values`, but nothing can
-            be copied. None: new tensors.
+        into: Codes and scales to write to, in the shapes of the result, with any strides of the last two dims. Their
+            leading dims must merge into one stride. None: new tensors.
         sums: int64 `[2]`, to which the checksums (`digest`) of the codes and of the scales are added. Needs `square`
             and a K that is a multiple of 4.
         first_rows: If `values` is part of a larger tensor: how many rows of codes and of scales come before it
@@ -58,7 +58,7 @@ def quantize_blocks(
         Codes in the shape of `values`, and fp32 scales: `[..., n, k]` with `square`, `[..., k]` otherwise.
 
     Raises:
-        ValueError: A tensor of `into` has another shape or dtype, or leading dims that no single stride steps through.
+        ValueError: A tensor of `into` has another shape or dtype, or leading dims that do not merge into one stride.
     """
     matrices = values.reshape(_matrices(values.shape, square))
     count, rows, columns = matrices.shape
@@ -101,9 +101,9 @@ def block_warps(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Return code * scale of what `quantize_blocks` returns, computed in fp32 and rounded once to `dtype`.
+    """Return code * scale in the shape of `codes`, computed in fp32 and rounded once to `dtype`.
 
-    For strides see `values` of `quantize_blocks`.
+    `codes` and `scale` are what `quantize_blocks` returns. Strides as for its `values`.
     """
     matrices, scales = (each.reshape(_matrices(each.shape, square)) for each in (codes, scale))
     count, rows, columns = matrices.shape
@@ -124,7 +124,9 @@ def _matrices(shape: torch.Size | tuple[int, ...], square: bool) -> tuple[int, i
 def _destination(
     name: str, tensor: torch.Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, square: bool
 ) -> torch.Tensor:
-    """Return a view of `tensor` as `_matrices`. Raise if that needs a copy: writing to it would not reach `tensor`."""
+    """Return a view of `tensor` in the shape of `_matrices`. Raise `ValueError` if its shape or dtype is wrong, or if
+    only a copy can have that shape, because writing to a copy would not reach `tensor`.
+    """
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(
             f"{name} are to be written into {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {tuple(shape)}."

@@ -25,7 +25,7 @@ def add_magnitudes(
     limit: torch.Tensor | None,
     beyond: torch.Tensor | None,
 ) -> None:
-    """Do what `codec.kv_scales.add_magnitudes` does, in one launch."""
+    """Update `amax`, `elements` and `beyond` in place, as `codec.kv_scales.add_magnitudes` does, in one launch."""
     real_BT = real_BT.expand(states.shape[0], states.shape[2]).view(torch.uint8)
     if states.numel():
         grid, tile = _tiles(states)
@@ -36,10 +36,10 @@ def add_magnitudes(
 
 
 def round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """Return `codec.e4m3.cache_round_trip` of `states`, which have any strides. The result has the same order of dims
-    in memory.
+    """Return the values of `codec.e4m3.cache_round_trip`, without a gradient, in the shape and dtype of `states`.
 
-    `scale` is a number or a tensor of one element.
+    `states` have up to four dims and any strides. The result has the same order of dims in memory. `scale` is a number
+    or a tensor of one element.
     """
     if not isinstance(scale, torch.Tensor):
         scale = torch.full((), scale, device=states.device)
@@ -74,7 +74,8 @@ def _place_of_tile(heads, tokens, channels, HEIGHT: tl.constexpr, WIDTH: tl.cons
     return (rest // tiles).to(tl.int64), tl.program_id(0) % heads, token, channel, token < tokens, channel < channels
 
 
-# These arguments are elements of larger tensors. Their alignment differs between calls, and each one would recompile
+# These arguments point into larger tensors, so their alignment differs between calls. Triton would recompile for each
+# alignment
 @triton.jit(do_not_specialize_on_alignment=["amax", "elements", "limit", "beyond"])
 def _add_magnitudes(
     states,
@@ -116,7 +117,7 @@ def _add_magnitudes(
         tl.atomic_add(beyond, saturated.to(tl.float64), mask=saturated > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale"])  # as above
+@triton.jit(do_not_specialize_on_alignment=["scale"])  # as `amax` above
 def _round_trip(
     states,
     result,

@@ -1,10 +1,10 @@
 """Triton kernels for checksums (see codec/digest.py) of many tensors in one launch, over a table of pointers.
 
-A sync proves hundreds of tensors, most of a few KiB. With one launch for each the host would take longer than the
-device. A program sums up to 128 KiB of one tensor. It finds its tensor by one load from an int32 map with an element
-for each program (1/32768 of the bytes); a search among the tensors would be a chain of ten loads.
+A sync compares checksums of hundreds of tensors, most of a few KiB. With one launch for each the host would take
+longer than the device. A program sums up to 128 KiB of one tensor. It finds its tensor by one load from an int32 map
+with an element for each program (1/32768 of the bytes); a search among the tensors would be a chain of ten loads.
 
-A table has an *entry* for each tensor, `FIELDS` integers (see `_entry` and `_table`), and the map `programs`.
+A table (`Pointers`) has an *entry* for each tensor, `FIELDS` integers (see `_entry` and `_table`), and this map.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def table_of(tensors: Sequence[torch.Tensor], *, first_row: int = 0) -> Pointers
     ones, `first_row` is the number of rows before each part.
 
     Raises:
-        ValueError: A tensor cannot be read as such words; the message says why.
+        ValueError: The rows or strides of a tensor are not as described; the message says which.
     """
     return _table(tensors, [_words(tensor) for tensor in tensors], list(range(len(tensors))), first_row)
 
@@ -101,6 +101,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 def _table(
     tensors: Sequence[torch.Tensor], elements: Sequence[torch.Tensor], slots: Sequence[int], first_row: int = 0
 ) -> Pointers:
+    # `elements` are the tensors as the kernel reads them, `slots` the places of their checksums in the result
     entries: list[list[int]] = []
     programs: list[int] = []  # number of programs for each entry
     first_program = 0

@@ -1,8 +1,8 @@
-"""The gated delta net of a CPU engine, token by token: decode steps give the bits of a prefill of the same tokens.
+"""The gated delta net of a CPU engine, token by token: decode steps give the same bits as a prefill of their tokens.
 
 vLLM's own CPU kernels pack a convolution's weights for the host's instruction set, so a sync could not write them.
-They also scan a prompt in chunks, which a decode step does not have. Here every token is a step of its own, as in
-decoding. The state is read from the cache, updated in FP64, rounded to the cache's dtype and written back:
+They also scan a prompt in chunks, so a prefill rounds otherwise than decode steps. Here every token is a step of its
+own. The state is read from the cache, updated in FP64, rounded to the cache's dtype and written back:
 
     x       = silu(weighted sum of each channel's last C inputs), rounded to x's dtype
     q, k, v = heads of x; q and k divided by their lengths
@@ -10,8 +10,8 @@ decoding. The state is read from the cache, updated in FP64, rounded to the cach
     state  += k (v - k state) sigmoid(b)
     out     = q state / sqrt(K), rounded to x's dtype
 
-Shape letters: R requests that have a token left, H heads of q and k (of size K), Z heads of v (of size V), C inputs of
-the convolution.
+Shape letters: T tokens, R requests that have a token left, H heads of q and k (of size K), Z heads of v (of size V),
+C inputs of the convolution.
 """
 
 import torch
@@ -48,7 +48,7 @@ def delta_net(
     inputs, states = _cached(layer)
     if metadata.num_prefills:
         fresh = slots[~metadata.has_initial_state[:requests]]
-        inputs[fresh], states[fresh] = 0, 0
+        inputs[fresh], states[fresh] = 0, 0  # requests that begin with this forward
     starts, lengths = bounds[:-1], bounds.diff()
     for token in range(int(lengths.max())):
         has_token = lengths > token
@@ -72,7 +72,7 @@ def _cached(layer: nn.Module) -> tuple[Tensor, Tensor]:
 
 def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state after one token of each request, FP64 `[R, Z, K, V]`, and the output `[R, Z, V]`."""
-    keys = layer.key_dim // layer.tp_size  # channels of all heads of q, and of k
+    keys = layer.key_dim // layer.tp_size  # channels of q, all heads together; k has as many
     heads = state.shape[1]
     q, k, v = x.double().split([keys, keys, x.shape[-1] - 2 * keys], -1)
     q, k = (_unit(part.unflatten(-1, (-1, layer.head_k_dim)), heads) for part in (q, k))
@@ -86,8 +86,8 @@ def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> t
 
 
 def _unit(heads_RHK: Tensor, heads: int) -> Tensor:
-    """Return each head of q or k divided by its length, and repeated to `heads` heads in all, because consecutive
-    heads of v share a head of q and k.
+    """Return q or k with each head divided by its length, and repeated to `heads` heads, the number of heads of v:
+    consecutive heads of v share a head of q and k.
     """
     unit = heads_RHK * (heads_RHK.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
     return unit.repeat_interleave(heads // heads_RHK.shape[1], 1)

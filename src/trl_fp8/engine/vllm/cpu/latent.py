@@ -1,9 +1,9 @@
 """MLA (multi-head latent attention) of a CPU engine, in FP64: a token gets the same bits in every batch.
 
 It reads vLLM's paged cache. vLLM has two ways to compute MLA. In a prefill it expands latents to keys and values by
-the weight of kv_b_proj. In a decode it multiplies queries by one part of that weight, W_UK, and outputs by the other,
-W_UV. Here every token is computed as in a decode. A sync derives both parts from kv_b_proj. The cache holds the latent
-of each token, followed by the rotated part of its key (`cached`):
+the weight of kv_b_proj. In a decode it multiplies queries by one part of that weight, W_UK, and outputs by the other
+part, W_UV. Here every token is computed as in a decode. A sync derives both parts from kv_b_proj. The cache holds
+`cached`, which is the latent of each token followed by the rotated part of its key:
 
     write:  bytes = e4m3(cached / k_scale), round to nearest even, saturating     (a BF16 cache holds `cached` itself)
     read:   cached = bytes * k_scale
@@ -72,7 +72,7 @@ class ReferenceLatentImpl(CPUMLAImpl):
     ) -> None:
         """Write latents `[T, L]` and rotated keys `[T, 1, P]` to the cache slots in `slot_mapping` `[T]`.
 
-        -1 marks padding, which is not written.
+        Tokens with slot -1 are padding and are not written.
         """
         if not kv_cache.numel():
             return
@@ -118,8 +118,8 @@ class ReferenceLatentImpl(CPUMLAImpl):
 
 
 def _as_bytes(cache: Tensor) -> Tensor:
-    """Return an FP8 cache as uint8, which is how vLLM allocates it; `forward_mha` gets it viewed as e4m3.
+    """Return a view of an FP8 cache as uint8, and any other cache unchanged.
 
-    Other caches are returned unchanged.
+    vLLM allocates an FP8 cache as uint8, but passes `forward_mha` a view of it as e4m3.
     """
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache

@@ -1,19 +1,20 @@
 """Norms, activations and gate weights of a CPU engine: a row's bits do not depend on the batch.
 
-torch adds a row's squares in FP32 in an order that depends on the host, and computes a function differently at the end
-of a vector. Neither shows if the operation is FP64 and its result is cast to the model's dtype. (torch casts FP64 to
-BF16 by way of FP32, everywhere.) vLLM's code also rounds at other places than transformers' BF16 arithmetic does, and
-e4m3 magnifies every BF16 step of difference. A CPU engine here computes:
+torch adds a row's squares in FP32 in an order that depends on the host. It computes the last elements of a row, which
+do not fill a SIMD register, by another implementation of the function. Neither shows if the operation is FP64 and its
+result is cast to the model's dtype. (The cast to BF16 rounds twice, by way of FP32, but does so everywhere.) vLLM also
+rounds at other places than transformers' BF16 arithmetic does, and e4m3 magnifies every BF16 step of difference. A CPU
+engine here computes:
 
     norm                  the normalized value is FP64, rounded as transformers rounds it
     residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
     Cohere's norms        FP64; vLLM compiles one norm for a single row and another for many
     SiLU, GELU            FP64; torch's kernels for GELU, picked by size and layout, differ in 1 % of BF16 numbers
     gate weights          softmax and sigmoid of a router's logits are FP64; vLLM's CPU router has a softmax in BF16
-    rotary embedding      (platform.py) vLLM's torch code: vLLM's kernel for AVX2 rounds the result to zero
+    rotary embedding      (platform.py) vLLM's torch code: vLLM's kernel for AVX2 truncates the result
 
-What models do to logits stays torch's: tanh and sigmoid give one result for each of the 65,536 BF16 numbers, whatever
-its place (tests/engine/test_batch_invariance.py), and `log_softmax` one for each row.
+Operations on a model's logits remain torch's: for equal BF16 numbers tanh and sigmoid return equal results at every
+place of a tensor, and `log_softmax` does so for equal rows (tests/engine/test_batch_invariance.py).
 """
 
 import math
@@ -35,7 +36,7 @@ PROVIDER = "trl_fp8"
 
 
 def gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return `activation(x[..., :d]) * x[..., d:]`, each rounded to x's dtype."""
+    """Return `activation(x[..., :d]) * x[..., d:]`. Activation and product are both rounded to x's dtype."""
     gate, up = x.chunk(2, dim=-1)
     return activation(gate) * up
 
@@ -52,7 +53,7 @@ class ReferenceGeluAndMul(GeluAndMul):
 
 
 class OneGroupRouter(cpu_router.CPURouter):
-    """vLLM's router, which has sigmoids only for groups of experts. Without groups (MiniMax-M2) all are one group."""
+    """vLLM's router, which has sigmoids only for groups of experts. Experts without groups (MiniMax-M2) become one."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -105,7 +106,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 
 
 def layer_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x `[..., K]` minus its mean, over its standard deviation, times `weight`. FP32 before the product."""
+    """Return x `[..., K]` minus its mean, over its standard deviation, times `weight`. Rounded to FP32 before that."""
     wide = x.double()
     return rms_norm(wide - wide.mean(-1, keepdim=True), weight.float(), epsilon).to(x.dtype)
 
@@ -116,7 +117,9 @@ def _wide_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs)
 
 
 class _RouterLogits:
-    """Stand-in for the logits in vLLM's grouped top-k, which takes their sigmoid: in FP64, rounded once."""
+    """Stand-in for the logits in vLLM's grouped top-k, which calls `logits.float().sigmoid()`. Skips the rounding of
+    `float`, and computes the sigmoid in FP64.
+    """
 
     def __init__(self, logits: Tensor):
         self._logits = logits

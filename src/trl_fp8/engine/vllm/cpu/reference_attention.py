@@ -1,17 +1,17 @@
-"""Attention of a CPU engine over vLLM's paged cache, in plain torch operations. `attend` has all of its arithmetic.
+"""Attention of a CPU engine over vLLM's paged cache, in plain torch operations. All arithmetic is in `attend`.
 
 With vLLM's own CPU kernels a token's bits depend on the rest of the batch. Their kernel for an FP8 cache also needs
 AVX-512, and rounds toward zero, whereas the CUDA kernels round to nearest. Here sums and softmax are FP64, and the
-result is rounded once. FP64's own differences practically never survive the rounding. So decode steps, a prefill of
-the same tokens, and `attend_packed` of complete sequences give the same bits:
+result is rounded once. Sums in another order differ in FP64, but practically never after the rounding. So decode
+steps, a prefill of the same tokens, and `attend_packed` of complete sequences give the same bits:
 
-    write:  codes = e4m3(k / k_scale), rounded to nearest even, saturating; the same for v. A BF16 cache stores k
+    write:  codes = e4m3(k / k_scale), rounded to nearest even, saturating; the same for v. A BF16 cache stores k and v
     read:   k = codes * k_scale; softmax(q k^T) v in FP64; q and the output have the model's dtype
 
 A head with an attention sink s gives each query one more score, s, which has no value vector: the weights of the
 actual values sum to less than 1.
 
-Shape letters: T and N tokens, R requests, Q queries of a request at most, S cached tokens of a request at most,
+Shape letters: T and N tokens, R requests, Q the most queries of any request, S the most cached tokens of any request,
 H heads, G kv heads, D head size. Lower case: q queries computed at a time, h heads that share a kv head (H = G h),
 n = h q.
 """
@@ -41,7 +41,7 @@ READ_BYTES = 2 * 2**20
 
 @contextmanager
 def overridden(backend: AttentionBackendEnum, cls: type[AttentionBackend]) -> Iterator[None]:
-    """Inside the block, let engines that start use `cls` as their `backend` (by vLLM's public override)."""
+    """Let engines that start inside the block use `cls` for vLLM's `backend` (by vLLM's public override)."""
     register_backend(backend, f"{cls.__module__}.{cls.__qualname__}")
     try:
         yield
@@ -63,7 +63,7 @@ class ReferenceAttention(CPUAttentionBackend):
 class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
     """Metadata builder that returns vLLM's common metadata unchanged. The reference needs nothing else."""
 
-    def __init__(self, *args):  # required, because vLLM's is abstract
+    def __init__(self, *args):  # vLLM's `__init__` is abstract
         super().__init__(*args)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> CommonAttentionMetadata:
@@ -73,7 +73,7 @@ class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]
 class ReferenceAttentionImpl(AttentionImpl):
     """Decoder self-attention with grouped heads, sliding windows, soft-capped scores and sinks.
 
-    `NotImplementedError` for any other variant of attention.
+    Raises `NotImplementedError` for any other variant of attention.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ def attend(
     queries = max(1, SCORES_BYTES // (8 * q_RQHD.shape[0] * q_RQHD.shape[2] * k.shape[2]))
     out, lse = [], []
     for q, seen_RqS in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
-        # Heads that share a kv head read the same keys, so they are computed as further queries of it: [R, G, h q, D]
+        # Heads that share a kv head read the same keys, so treat them as further queries of one head: [R, G, h q, D]
         q_RGhqD = q.double().unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
         sizes = q_RGhqD.shape
         if softcap is None:
@@ -220,9 +220,9 @@ def attend_packed(
     """Return the causal attention of complete sequences, packed one after another, with the engine's bits.
 
     Args:
-        k_NGD, v_NGD: As they are read from the cache, so after its rounding.
+        k_NGD, v_NGD: The keys and values that the cache returns, which it has rounded.
         starts: `[sequences + 1]`. The index of each sequence's first token, and N at the end.
-        window: The number of tokens that a query sees, itself included; None: all before it.
+        window: The number of tokens that a query sees, itself included; None: no limit.
         softcap, sinks_H: See `attend`.
 
     Returns:
@@ -245,10 +245,10 @@ def visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | Non
         query_lens: `[R]`. The number of queries of each request, which are the last tokens of its sequence.
         seq_lens: `[R]`. The number of tokens of each sequence.
         length: S, the number of keys in the result.
-        window: The number of tokens that a query sees, itself included; None: all.
+        window: The number of tokens that a query sees, itself included; None: no limit.
         causal: Whether a query sees no later keys.
     """
-    key_S = torch.arange(length)  # positions in the sequence, as are those of the queries
+    key_S = torch.arange(length)  # positions in the sequence; the next line has those of the queries
     query_RQ1 = ((seq_lens - query_lens)[:, None] + torch.arange(int(query_lens.max())))[..., None]
     seen_RQS = key_S < seq_lens[:, None, None]
     if causal:
@@ -273,7 +273,8 @@ def padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | float) -> Tensor:
-    """Return the first `length` cached tokens of each request, `[R, ..., S, D]`; FP8 codes times `scale`, in FP32.
+    """Return the first `length` cached tokens of each request, `[R, ..., S, D]`: FP8 codes times `scale`, in FP32, or
+    the values of a BF16 cache.
 
     `cache` is `[blocks, ..., block size, D]`, and `block_table` `[R, blocks of a request]` has indices of its blocks.
     Beyond the end of a request the result is arbitrary, but without NaN: NaN times a weight of zero would stay NaN.

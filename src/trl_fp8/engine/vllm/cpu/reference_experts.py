@@ -1,8 +1,8 @@
 """Unquantized experts of a CPU engine, whose weights stay as they were loaded.
 
 vLLM's CPU kernels pack the weights of experts after a load, so a sync could neither write them nor read them back. The
-reference computes what `TritonExperts` computes on CUDA. Its sums are FP64, so a token's bits do not depend on other
-tokens (reference_linear.py):
+reference computes what vLLM's `TritonExperts` compute on CUDA. Its sums are FP64, so a token's bits do not depend on
+other tokens (reference_linear.py):
 
     pairs of token and expert, sorted by expert -> gate_up, rounded to BF16 -> activation, in BF16 -> down, in FP32
     -> times the router's weight, rounded to BF16 -> sum over a token's experts, rounded once
@@ -53,7 +53,10 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
     def apply(
         self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *, apply_router_weight_on_input, **_
     ) -> None:
-        """Fill output [T, H]: hidden_states [T, H]; w1 [E, 2I, H]; w2 [E, H, I]; topk_weights and topk_ids [T, K]."""
+        """Write each token's weighted sum over its experts to `output` `[T, H]`.
+
+        Shapes: hidden_states [T, H]; w1 [E, 2I, H]; w2 [E, H, I]; topk_weights and topk_ids [T, K].
+        """
         if apply_router_weight_on_input:
             raise NotImplementedError("the CPU engine's reference weighs what comes out of experts, not what goes in.")
         dtype, experts_per_token = output.dtype, topk_ids.shape[1]
@@ -67,7 +70,7 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
 
 
 def register_cpu_experts() -> None:
-    """Put the reference first in vLLM 0.31's choice of kernels for unquantized experts on CPU. Idempotent."""
+    """Put the reference first in vLLM's list of kernels for unquantized experts on CPU. Idempotent."""
     cpu = unquantized.UnquantizedMoeBackend.CPU
     if ReferenceUnquantizedExperts in unquantized.backend_to_kernel_cls(cpu):
         return
@@ -79,8 +82,9 @@ def register_cpu_experts() -> None:
 
 
 def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, tokens_E: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the product `[P, out]` of x `[P, in]`, of which the first `tokens_E[0]` rows belong to expert 0 and so
-    on, and the experts' weights `[E, out, in]`.
+    """Return each row of x `[P, in]` times the weight `[out, in]` of its expert, plus bias: `[P, out]`.
+
+    Rows are sorted by expert: the first `tokens_E[0]` rows belong to expert 0, and so on.
     """
     return torch.cat(
         [

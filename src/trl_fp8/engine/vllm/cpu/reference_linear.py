@@ -1,12 +1,11 @@
 """Linear layers of a CPU engine: a row's bits do not depend on the batch, and weights stay as they were loaded.
 
 vLLM's own kernels for block-FP8 need AMX or leave activations unquantized. Its kernels for unquantized layers pack
-weights for the host's instruction set, so a sync could not write them and an audit could not read them back. And all
-of these kernels, torch's included, add in FP32 in an order that depends on the number of rows, on shards and on the
-host.
+weights for the host's instruction set, so a sync could not write them and an audit could not read them back. And
+these kernels, like torch's, add in FP32 in an order that depends on the number of rows, on shards and on the host.
 
 Here every product is added in FP64. Two orders of one sum then differ by about 2^-53 of its largest terms, and BF16
-keeps 2^-8. So the order shows after rounding only if the sum is that close to a tie, which is about one sum in 2^40.
+keeps 2^-8. So the order shows after rounding only if the sum is that close to a tie: in about one sum in 2^40.
 Products of BF16 numbers are exact in FP64, and so are sums of 4096 of them with exponents at most 25 apart.
 
 Weights are converted in blocks that stay in a core's cache. So a decode step still reads the BF16 weights from memory
@@ -36,7 +35,10 @@ BLOCK_BYTES = 2 * 2**20  # size of a block of FP64 weights; larger blocks do not
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `x @ weight.T + bias` of x `[..., K]`, weight `[N, K]` and bias `[N]`, rounded once to `dtype` or x's."""
+    """Return `x @ weight.T + bias` of x `[..., K]`, weight `[N, K]` and bias `[N]`.
+
+    The sum is rounded once, to `dtype`, by default to x's.
+    """
     rows = _rows_per_block(weight)
     # Slices, because a compiler cannot trace `split` of vLLM's parameters
     blocks = [weight[start : start + rows] for start in range(0, len(weight), rows)]
@@ -44,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
 
 
 def _sum_fp64(x: Tensor, weights: Iterable[Tensor], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return x `[..., K]` times a weight in blocks of rows `[n, K]`, plus bias, as `linear` does."""
+    """Return what `linear` returns, for a weight that comes in blocks of its rows, each `[n, K]`."""
     wide = x.double()
     parts = []
     start = 0
@@ -68,7 +70,7 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
         return current_platform.is_cpu(), "the reference kernel runs on CPU only"
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
-        """A: codes [T, K], B: codes [N, K], As: scales [T, K/128], Bs: scales [N/128, K/128] -> [T, N]."""
+        """Multiply A: codes [T, K], B: codes [N, K], As: scales [T, K/128], Bs: scales [N/128, K/128] -> [T, N]."""
         rows, columns = self.weight_group_shape.row, self.weight_group_shape.col
         x = e4m3_values(A.unflatten(-1, (-1, columns)), As.unsqueeze(-1)).flatten(-2)
         height = max(1, _rows_per_block(B) // rows)
@@ -87,7 +89,7 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # One scale per token, as for vLLM's CUTLASS kernel on a GPU. vLLM's default on CPU is one scale per batch,
-        # which no trainer can follow
+        # which a trainer cannot reproduce with other batches
         self.quant_fp8 = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
 
     @classmethod
@@ -95,7 +97,7 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
         return c.weight_quant_key.scale.group_shape.is_per_tensor(), "the reference kernel has one scale per weight"
 
     def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape) -> Tensor:
-        """A: codes [T, K], B: codes [K, N], As: scales [T, 1], Bs: scale [], bias: [N] or None -> [..., N]."""
+        """Multiply A: codes [T, K], B: codes [K, N], As: scales [T, 1], Bs: scale [], and add bias [N] -> [..., N]."""
         weights = (e4m3_values(codes, Bs) for codes in B.t().split(_rows_per_block(B.t())))
         return _sum_fp64(e4m3_values(A, As), weights, bias, out_dtype).view(output_shape)
 
@@ -117,7 +119,7 @@ class ReferenceMxfp8Kernel(Mxfp8LinearKernel):
         """Leave codes [N, K] and scales [N, K/32] as they were loaded."""
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x: [..., K], bias: [N] or None -> [..., N]."""
+        """Return the layer's output `[..., N]` for x `[..., K]`."""
         codes, scale = mxfp8_e4m3_quantize(x.reshape(-1, x.shape[-1]).contiguous())
         rows = _rows_per_block(layer.weight)
         blocks = zip(layer.weight.split(rows), layer.weight_scale.split(rows), strict=True)
@@ -126,7 +128,7 @@ class ReferenceMxfp8Kernel(Mxfp8LinearKernel):
 
 
 def _mx_values(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers of codes [R, K] with the exponents [R, K/32]."""
+    """Return the numbers, in FP32, of codes [R, K] with one scale per 32 of them: exponents [R, K/32]."""
     return e4m3_values(codes.unflatten(-1, (-1, MXFP8_BLOCK_SIZE)), scale.view(E8M0).float().unsqueeze(-1)).flatten(-2)
 
 
@@ -136,7 +138,7 @@ def _scaled_fp8_quant(values: Tensor, scale: Tensor, *_, **__) -> tuple[Tensor, 
 
 
 def register_cpu_kernel() -> None:
-    """Put the reference kernels first in vLLM's tables for CPU; unquantized layers keep their weights. Idempotent."""
+    """Put the reference kernels first in vLLM's tables for CPU; unquantized layers call `linear`. Idempotent."""
     blocks, tensors = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS, linear_kernels._POSSIBLE_FP8_KERNELS
     if ReferenceFp8BlockKernel in blocks[PlatformEnum.CPU]:
         return
@@ -148,7 +150,7 @@ def register_cpu_kernel() -> None:
     patch(vllm_ops, "scaled_fp8_quant", _scaled_fp8_quant)
 
     def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2:  # else a convolution, see delta_net.py
+        if layer.weight.ndim == 2:  # otherwise it is a convolution, which delta_net.py computes
             layer.cpu_linear = linear
 
     patch(vllm_layers, "dispatch_cpu_unquantized_gemm", keep_as_loaded)
