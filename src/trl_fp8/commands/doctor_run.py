@@ -91,7 +91,7 @@ class Machine:
         from trl_fp8.quantization.codec.kernel_check import require_exact_kernels
 
         if not self.has_gpu:
-            return SKIPPED, f"{NO_GPU}; torch on the CPU is what kernels of a GPU are compared with"
+            return SKIPPED, f"{NO_GPU}, so there are no GPU kernels to compare with torch on the CPU"
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
         return OK, "Triton's kernels give the bytes that torch gives on the CPU"
 
@@ -101,7 +101,7 @@ class Machine:
 
         if not self.has_gpu:
             return SKIPPED, NO_GPU
-        return (OK, "nvcc is there") if find_nvcc() else (WARNING, WITHOUT_NVCC.lstrip(". "))
+        return (OK, "nvcc is there") if find_nvcc() else (WARNING, WITHOUT_NVCC)
 
     def batch_invariance(self) -> Found:
         """Check that vLLM's FP8 linear kernels multiply correctly, and give a row the same bits in every batch."""
@@ -131,7 +131,7 @@ class Machine:
         names = f"linear_backend {' or '.join(passed)}" if passed else "no linear_backend"
         text = f"{names} gives a row the same bits in every batch"
         if failed:
-            text += f". These kernels fail: {'; '.join(failed)}"
+            text += f". These cannot be used with fp8_forward='one_forward': {'; '.join(failed)}"
         if not passed:
             return WARNING, f"{text}. Leave fp8_forward='one_forward' out on this machine."
         return OK, text

@@ -2,7 +2,7 @@
 
 The key of a row is the `model_type` of transformers' config. A vision-language model has two rows. The row of the
 whole config says whether the type was tested and how it is exported; that of the language model says everything else.
-`_ROWS` are for the vLLM with the most classes of its own (0.31); `FAMILIES` are the rows for the installed vLLM.
+`_ROWS` describe vLLM 0.31, the version with the most model classes; `FAMILIES` are the rows for the installed version.
 `tests/engine/test_servable.py` compares them with vLLM's classes, `tests/recipe/test_families.py` with transformers'.
 """
 
@@ -23,20 +23,23 @@ class Family:
     """Properties of a model type. The defaults are those of most types."""
 
     tested: bool = True  # tiny policies of this type went through a whole run (testing/matrix)
-    refused: str = ""  # why no engine can serve it, for reasons that names of parameters do not show; empty: none
+    # Why no engine can serve it; empty: one can. Types that a parameter's name gives away are in `servable.py`
+    refused: str = ""
     by_transformers: bool = False  # vLLM has no class of its own and serves it by transformers' modeling code
-    # vLLM's class computes these activations alone: it refuses others, or silently computes SiLU. Empty: any
+    # vLLM's class computes only these activations. For others it raises, or silently computes SiLU. Empty: any
     activations: tuple[str, ...] = ()
     one_window: bool = False  # vLLM's class gives all layers one sliding window, or none
     sees_images_whole: bool = False  # tokens of an image attend to all of it, which FlashAttention 3 cannot mask
     sinks: bool = False  # its attention may have sinks
     stored: Parts = ()  # transformers' names -> the checkpoint's names, which transformers renames while it loads
     in_engine: Parts = ()  # the checkpoint's names -> the names of modules in vLLM's class
-    fp32: tuple[str, ...] = ()  # weights whose names end so are FP32 in vLLM's class, and therefore in a checkpoint
+    # Ends of transformers' names of weights that vLLM's class holds in FP32. Checkpoints store these in FP32, too
+    fp32: tuple[str, ...] = ()
     experts_together: bool = False  # published checkpoints have the experts of a layer in one tensor
-    experts_counted: bool = True  # False: TRL's load-balancing loss finds no num_experts in its config
+    experts_counted: bool = True  # False: its config has no num_experts, which TRL's load-balancing loss reads
     fuses_unsaid: bool = False  # vLLM's class fuses layers without listing them (no packed_modules_mapping)
-    scales_renamed: bool = False  # vLLM renames `weight_scale_inv` to the scales of whole tensors while it loads
+    # While vLLM loads, it renames `weight_scale_inv` to the name of per-tensor scales, so it cannot read blocks
+    scales_renamed: bool = False
     followed: bool = False  # a trainer can compute its layers with the engine's operations (one_forward)
     # Operations that vLLM's class itself compiles on CUDA, so that no trainer can call them
     compiled_on_cuda: str = ""
@@ -96,7 +99,7 @@ def _refused(reason: str) -> Family:
 
 
 _SILU, _GELU = ("silu",), ("gelu", "gelu_pytorch_tanh")
-_SPARSE = "its attention is sparse (an indexer chooses keys), and nothing here proves what vLLM's class keeps for it"
+_SPARSE = "its attention is sparse (an indexer chooses keys), and what vLLM keeps for the indexer cannot be checked"
 _ROUTER = (".mlp.gate.weight",)
 _GRANITE = {"experts_together": True, "experts_counted": False}
 _GRANITE_ROUTER = ((".router.", ".gate."),)
@@ -115,9 +118,9 @@ _ROWS = {
     ),
     "apertus": Family(activations=("xielu",)),
     "arcee": Family(activations=("relu2",)),
-    "axk1": _refused("vLLM holds its norms behind experts under another name"),
+    "axk1": _refused("vLLM's class has another name for the norm after the experts"),
     # On CUDA vLLM itself compiles `commandr.layer_norm_func`, differently for one row and for many
-    "cohere": Family(followed=True, compiled_on_cuda="norms for one row apart from those for many"),
+    "cohere": Family(followed=True, compiled_on_cuda="norms, in one way for a single row and in another for several,"),
     "cohere2": Family(),
     "cohere2_moe": Family(),
     "cwm": Family(activations=_SILU),
@@ -179,7 +182,7 @@ _ROWS = {
         **_GRANITE,
     ),
     "granitemoeshared": Family(in_engine=_GRANITE_ROUTER, **_GRANITE),
-    "hrm_text": _refused("vLLM's class does not say which projections it fuses (no packed_modules_mapping)"),
+    "hrm_text": _refused("vLLM's class fuses projections in a way that it does not list (no packed_modules_mapping)"),
     "hunyuan_v1_dense": Family(by_transformers=True),
     "hunyuan_v1_moe": Family(by_transformers=True),
     "hy_v3": Family(
@@ -201,7 +204,9 @@ _ROWS = {
     "llama": Family(activations=_SILU, followed=True),
     "llama4_text": _refused("vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back"),
     "mellum": Family(),
-    "minicpm3": _refused("vLLM's class always quantizes q_a_proj, because the layer has no name to list in a config"),
+    "minicpm3": _refused(
+        "vLLM's class creates q_a_proj without a name, so that no list of unquantized layers can contain it"
+    ),
     "minimax_m2": Family(fp32=_ROUTER, stored=_MIXTRAL, engine_fields=_minimax_m2),
     "ministral3": Family(activations=_SILU),
     "mistral": Family(activations=_SILU, followed=True),
@@ -211,7 +216,7 @@ _ROWS = {
     "olmo": Family(by_transformers=True),
     "olmo2": Family(by_transformers=True),
     "olmo3": Family(by_transformers=True),
-    "olmo_hybrid": _refused("what vLLM's class makes of its layers of linear attention was never read back"),
+    "olmo_hybrid": _refused("nobody has tested yet that its linear attention can be read back from vLLM's class"),
     "olmoe": Family(activations=_SILU, followed=True),
     "opt": Family(),
     "phi": Family(),
@@ -237,7 +242,9 @@ _ROWS = {
 
 
 def families_with(vllm: VLLM) -> dict[str, Family]:
-    """Return the rows for a version of vLLM: `_ROWS` with its types without a class, names of modules, refusals."""
+    """Return the rows for a version of vLLM: `_ROWS`, changed for types that the version serves by transformers' code,
+    whose modules it names otherwise, or that it cannot serve.
+    """
     families = dict(_ROWS)
     for kind in vllm.by_transformers:
         families[kind] = replace(_ROWS[kind], by_transformers=True, activations=(), followed=False)

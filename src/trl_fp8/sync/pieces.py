@@ -1,7 +1,7 @@
 """Places of checkpoint tensors in an engine: which rows and columns of which parameter, on this rank.
 
 An engine is described by a `Layout` of `Piece`s. For each piece a sync takes this rank's part of the checkpoint
-tensor, and copies it to its place in the engine's parameter, which is a view.
+tensor, and copies it to its place, a view of the engine's parameter.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -58,21 +58,22 @@ class Joined:
 class Piece:
     """This rank's part of one checkpoint tensor, and its place in one engine parameter."""
 
-    name: str  # name of the checkpoint tensor, as the engine calls it
+    name: str  # the engine's name of the checkpoint tensor; several pieces may lie in one engine parameter
     module: nn.Module
     attribute: str  # name of the engine parameter in `module`
     dtype: torch.dtype  # dtype of the engine parameter
     # This rank's span of each dim of the checkpoint tensor; None, or no entry: the whole dim
     sent: tuple[Span | Joined | None, ...] = ()
     in_engine: tuple[Span | None, ...] = ()  # the part's span of each dim of the engine parameter, likewise
-    # (dim, count): this dim is seen as [count, size / count], such as gate and up, and `sent` and `in_engine` have a
-    # span for each of these two dims. For an example see engine/vllm/layout.py
+    # (dim, count): the dim has `count` equal parts (2: gate and up). Both tensors are unflattened there to
+    # [count, size / count], and `sent` and `in_engine` have a span for each of the two dims. Example: vllm/layout.py
     equal: tuple[int, int] | None = None
     transposed: bool = False  # whether the engine parameter is `[..., K, N]` and the checkpoint tensor `[..., N, K]`
     # Whether the checkpoint tensor is `[..., K, N]` and the engine parameter `[..., N, K]`. `sent` then refers to
     # `[..., N, K]`
     sent_transposed: bool = False
-    zero: bool = False  # whether this rank holds zeros: a bias of outputs that ranks add up is held by one rank
+    # Whether this rank holds zeros instead of a bias: ranks add up their outputs, so only one may hold the bias
+    zero: bool = False
     # Computes the tensor from others that the engine was sent. None: this tensor is sent
     derived: Callable[[], torch.Tensor] | None = None
 

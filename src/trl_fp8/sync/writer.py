@@ -78,9 +78,8 @@ class Writer:
                     self.fp8_weights += 1
             elif first_name in self._recipe.fp8_tensors:
                 self._queue_quantized(group)
-            else:
-                for name, parameter in group.items():
-                    self._queue_copy(self._recipe.engine_name(name), parameter)
+            else:  # comes alone
+                self._queue_copy(self._recipe.engine_name(first_name), first)
             if self._one_by_one:
                 self._flush()
         # 2. Buffers

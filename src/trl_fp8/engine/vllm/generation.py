@@ -26,6 +26,7 @@ from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
 from .colocated import ColocatedEngine
+from .cpu.shared_memory import remove_abandoned_memory
 from .delivered import DeliveredGeneration
 from .gemms import pinned_gemm
 from .platform import Platform, platform_of
@@ -106,6 +107,8 @@ class FP8VLLMGeneration(DeliveredGeneration):
             parts=self.parts,
             user=self.engine_kwargs,
         )
+        if platform.name == "cpu" and recipe.tensor_parallel_size > 1:
+            remove_abandoned_memory(self.accelerator.process_index, recipe.tensor_parallel_size)
         with ExitStack() as contexts:
             contexts.enter_context(platform.ready(recipe))
             for part in self.parts:

@@ -2,8 +2,8 @@
 
 The engine starts from dummy weights with the recipe's `quantization_config` in the model's config, because TRL syncs
 the whole policy before the first rollout. vLLM might choose kernels whose weights or scales a sync cannot write in
-place. So on CUDA the kernel for experts is pinned, and with an FP8 KV cache or attention sinks the attention backend,
-too. Kernels of FP8 linears are checked and timed on the device (gemms.py).
+place. So on CUDA the kernel for experts is pinned. The attention backend is pinned, too, if the KV cache is FP8 or
+the model has attention sinks. Kernels of FP8 linears are checked and timed on the device (gemms.py).
 """
 
 import hashlib
@@ -120,7 +120,8 @@ class Platform(ABC):
         """
         user = user or {}
         arguments = {"load_format": "dummy", "dtype": "bfloat16", "additional_config": compile_cache_key()}
-        # The trainer's processor has normalized images. vLLM would normalize them again, with its dummy weights
+        # The trainer's processor has normalized images. vLLM would do so again, and by random numbers: it keeps mean
+        # and standard deviation as buffers of the model, which start as dummy weights
         arguments["mm_device_do_normalize"] = False
         if config._commit_hash is not None:  # from the Hub, maybe at a `revision`, which TRL does not pass on
             arguments["revision"] = config._commit_hash
@@ -171,7 +172,7 @@ class Cuda(Platform):
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
         if recipe.format.linear_backend is not None:
             return (recipe.format.linear_backend,)
-        # flashinfer_cutlass on Hopper: DeepGEMM, and FlashInfer's own kernel for batches of less than 32 rows
+        # On Hopper flashinfer_cutlass runs DeepGEMM, but FlashInfer's own kernel for batches of fewer than 32 rows
         return ("cutlass", "deep_gemm", *(["flashinfer_cutlass"] if self.capability == (9, 0) else []), "triton")
 
     def _kernels_ready(self) -> AbstractContextManager[None]:
@@ -213,8 +214,8 @@ class Cuda(Platform):
         # of sinks. Otherwise vLLM chooses it
         is_pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
         arguments = {"attention_backend": attention} if is_pinned else {}
-        # vLLM's other kernels for experts cannot be used: DeepGEMM's rounds act(gate) * up, which the trainer does not
-        # compute, and the rest reorder the weights
+        # vLLM's other kernels for experts cannot be used: DeepGEMM's rounds act(gate) * up, and the trainer has no
+        # such rounding; the others reorder the weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
 
 
@@ -262,11 +263,14 @@ class Cpu(Platform):
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
         caches = caches_of(config, mamba_ssm_dtype="float32")
         # In vLLM a block has the same bytes in all layers: enough for the layer with the most bytes per token
-        token_bytes = max(cache.elements for cache in caches) * itemsize or 1  # 1: no layer caches k and v
+        token_bytes = (
+            max(cache.elements for cache in caches) * itemsize or 1
+        )  # a divisor below: not 0 if no layer caches k and v
         state_bytes = max(cache.state_bytes for cache in caches)
         # Tokens of a block: a multiple of `BLOCK`, because vLLM enlarges blocks until the largest state fits into one
         block_tokens = BLOCK * max(1, -(-state_bytes // (BLOCK * token_bytes)))
-        # Blocks that one sequence needs in a layer, plus 1. A state takes one block for a sequence of any length
+        # Blocks that one sequence needs in a layer, plus 1, because vLLM reserves a block of its pool. A state takes
+        # one block for a sequence of any length
         blocks = -(-(max_model_len or config.max_position_embeddings) // block_tokens) + 1
         state_blocks = 1 + 1
         seq_bytes = sum(block_tokens * token_bytes * (blocks if cache.elements else state_blocks) for cache in caches)
@@ -288,6 +292,8 @@ def platform_of(device: torch.device | None = None) -> Platform:
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if device is not None:
         kind = device.type
+    if kind == "cuda" and torch.version.hip:  # torch calls AMD's GPUs "cuda", too
+        kind = "rocm"
     if kind == "cpu":
         return Cpu()
     if kind == "cuda":
@@ -332,7 +338,7 @@ def _source_digest() -> str:
 
 
 def _without_memory_binding() -> AbstractContextManager[None]:
-    """Keep vLLM from binding memory to a NUMA node inside the block, if the host has only one.
+    """Keep vLLM from binding memory inside the `with` block, if the host has a single NUMA node.
 
     There the binding changes nothing, but vLLM's C++ code warns about it, which Python's logging cannot silence.
     """

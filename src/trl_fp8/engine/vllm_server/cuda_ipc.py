@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from .staging import Table, views
 
 
-# Parameters of `rebuild_cuda_tensor` that a handle consists of; the others are the same for every buffer of bytes
+# Parameters of `rebuild_cuda_tensor` that travel in a handle: bytes, as hex digits, and numbers. `tensor_size` and
+# `storage_device` follow from its "bytes" and "gpu"; the others are constants
 HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
 NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
 
@@ -42,7 +43,7 @@ def why_unreached(transport: str, gpu: str, device: torch.device) -> str:
     if transport == "broadcast" and gpu and device.type != "cuda":
         return "has no GPU, which NCCL needs. Set 'auto'"
     if transport == "broadcast" and index is not None and index == device.index:
-        return "computes on the trainer's GPU, and NCCL takes no two ranks on one. Set 'cuda_ipc'"
+        return "computes on the trainer's GPU, and NCCL allows only one rank per GPU. Set 'cuda_ipc'"
     return ""
 
 
@@ -55,7 +56,7 @@ def exported(staged: torch.Tensor) -> dict:
 
 
 def imported(handle: dict, index: int) -> torch.Tensor:
-    """Return the other process's buffer that a handle refers to. `index`: its GPU's in this process."""
+    """Return the other process's buffer that a handle refers to. `index`: the one that its GPU has in this process."""
     found = {name: handle[name] for name in NUMBERS} | {name: bytes.fromhex(handle[name]) for name in HANDLES}
     return rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
@@ -70,7 +71,9 @@ def imported(handle: dict, index: int) -> torch.Tensor:
 
 
 def opened_tensors(table: Table, handle: dict) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, tensor)`, views of the trainer's memory, which it next writes after this worker's `fp8_state`."""
+    """Yield `(name, tensor)`, views of the trainer's memory. The trainer writes there again only after this worker has
+    answered `fp8_state`.
+    """
     index = gpu_index(handle["gpu"])
     if index is None:
         raise RuntimeError(f"this worker does not see the trainer's GPU {handle['gpu']}.")

@@ -28,6 +28,7 @@ class FollowedNorm:
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_forward.on:
             return super().forward(x)
+        # The norm's parameters are inputs only to get gradients: the engine's norm has copies of their values
         return own_gradient(self._engine_value, self._policy_value, x, *self._direct_parameters().values())
 
     def _direct_parameters(self) -> dict[str, Tensor]:

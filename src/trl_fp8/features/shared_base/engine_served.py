@@ -58,13 +58,20 @@ class ServedAdapters(EnginePart):
 
     def environment(self, recipe: FP8Recipe, config: PretrainedConfig) -> dict[str, str]:
         arguments = {"linears": [*recipe.linears], "ranks": self._ranks(recipe, config)}
+        # The processes of the server import this module and call its `register` (plugin.py)
         return {EXTENSION: __name__, ADAPTERS_VARIABLE: json.dumps(arguments)}
 
     def _ranks(self, recipe: FP8Recipe, config: PretrainedConfig) -> dict[str, int]:
         """Return the rank of each layer with an adapter, by the layer's name in the engine."""
-        with torch.device("meta"):
-            model = get_peft_model(AutoModelForCausalLM.from_config(config), self._lora)
-        require_adaptable(model, recipe)
+        try:
+            with torch.device("meta"):
+                model = get_peft_model(AutoModelForCausalLM.from_config(config), self._lora)
+            require_adaptable(model, recipe)
+        except ValueError as error:  # written for a trainer, which has fp8_base
+            raise ValueError(
+                f"--lora: a server has no room for these adapters ({error}) Name other layers in target_modules, or "
+                "leave --lora out."
+            ) from error
         return {recipe.engine_name(layer): rank for layer, rank in adapter_ranks(model).items()}
 
 

@@ -38,7 +38,7 @@ class Rows:
         if tokens > len(self.counts_N):
             raise RuntimeError(
                 f"TRL's output head scores {tokens} tokens, but only {len(self.counts_N)} are left whose survivors "
-                "are known (on CPU TRL 1.16 scores all tokens of a batch, elsewhere only those of completions)."
+                "are known (on CPU TRL 1.16 scores all tokens of a batch, other_logits only those of completions)."
             )
         counts_N = self.counts_N[:tokens]
         self.counts_N = self.counts_N[tokens:]
@@ -48,12 +48,13 @@ class Rows:
         return counts_N, ids_E
 
 
-def truncated_head(survivors: Rows, elsewhere: Logits | None = None) -> SimpleNamespace:
+def truncated_head(survivors: Rows, other_logits: Logits | None = None) -> SimpleNamespace:
     """Return a substitute for TRL 1.16's `ChunkedLogProbFunction` that normalizes over `survivors`.
 
-    `elsewhere` computes the logits; None: they are products with the head's own weight.
+    `other_logits` returns the function that computes logits (`Feature.logits`). None: logits are products of hidden
+    states with the head's own weight.
     """
-    return SimpleNamespace(apply=partial(TruncatedHead.apply, survivors, elsewhere))
+    return SimpleNamespace(apply=partial(TruncatedHead.apply, survivors, other_logits))
 
 
 class TruncatedHead(torch.autograd.Function):
@@ -61,7 +62,7 @@ class TruncatedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, survivors, elsewhere, hidden, weight, bias, targets, temperature, chunk_size, cap, scale, outputs
+        ctx, survivors, other_logits, hidden, weight, bias, targets, temperature, chunk_size, cap, scale, outputs
     ) -> tuple[Tensor | None, ...]:
         """Map hidden `[N, K]`, weight `[V, K]`, targets `[N]` to log-probs and, if in `outputs`, entropy, FP32 `[N]`.
 
@@ -72,10 +73,10 @@ class TruncatedHead(torch.autograd.Function):
         device = hidden.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
-        if elsewhere is None:
+        if other_logits is None:
             logits = _own_logits(weight.to(dtype), bias, scale, cap)
         else:
-            logits = elsewhere(weight, bias)
+            logits = other_logits(weight, bias)
             dtype = torch.bfloat16  # dtype of the engine's logits, so also of the backward's GEMMs
         counts_N, ids_E = survivors.take(len(hidden))
         sampled_R = counts_N.nonzero()[:, 0]
@@ -83,7 +84,7 @@ class TruncatedHead(torch.autograd.Function):
         log_probs = torch.zeros(len(hidden), device=device)
         entropy = torch.zeros_like(log_probs)
         log_ps = []  # log-prob of each survivor
-        slopes = []  # derivative of each survivor's capped logit by the logit before the cap
+        slopes = []  # derivative of each survivor's capped logit with respect to the logit before the cap
         for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS_AT_A_TIME):
             tokens = sampled_R[start : start + len(counts)]
             logits_TV = logits(hidden[tokens]).float()
@@ -94,7 +95,7 @@ class TruncatedHead(torch.autograd.Function):
             log_probs[tokens] = log_p.gather(-1, targets[tokens, None])[:, 0]
             entropy[tokens] = torch.special.entr(log_p.exp()).sum(-1)
             log_ps.append(log_p[rows, ids])
-            if cap is not None:  # d (cap * tanh(x / cap)) / dx = 1 - tanh(x / cap)^2
+            if cap is not None:  # d (cap tanh(x / cap)) / dx = 1 - tanh(x / cap)^2; these logits are capped already
                 slopes.append(1 - (logits_TV[rows, ids] / cap).square())
         log_p_E = torch.cat(log_ps) if log_ps else log_probs[:0]
         slope_E = torch.cat(slopes) if slopes else None
@@ -111,7 +112,7 @@ class TruncatedHead(torch.autograd.Function):
         hidden_RK = hidden[sampled_R]
         p_E = log_p_E.exp()
         grad_E = torch.zeros_like(log_p_E)
-        # Derivatives by a survivor's logit: d log p_target = [it is the target] - p, and dH = - p (log p + H)
+        # Derivatives with respect to a survivor's logit: d log p_target = [it is the target] - p, dH = - p (log p + H)
         if grad_log_probs is not None:
             grad_E += grad_log_probs[token_E] * ((ids_E == targets[token_E]).float() - p_E)
         if grad_entropy is not None:
@@ -124,7 +125,8 @@ class TruncatedHead(torch.autograd.Function):
                 torch.zeros(tensor.shape, device=tensor.device) if is_needed else None
                 for tensor, is_needed in zip((hidden_RK, weight, bias), needed, strict=True)
             )
-            # A tile holds the gradients by the logits `[tokens, part of V]`. They are zero except at survivors
+            # A tile holds the gradients of the loss with respect to logits, `[tokens, part of V]`: zero except at
+            # survivors
             numbers = torch.arange(len(ids_E), device=ids_E.device)  # indices of survivors in E
             for first, rows, counts, in_tile in _tiles(counts_R, numbers, TOKEN_CHUNK_SIZE):
                 tokens = slice(first, first + len(counts))
@@ -166,7 +168,9 @@ def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | 
 
 
 def _tiles(counts_R: Tensor, values_E: Tensor, tokens: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield for each tile of `tokens` of R tokens: the first one's index, each survivor's row, counts and values."""
+    """Split R tokens into tiles of `tokens`. Yield for each tile: the index of its first token, the row of each of its
+    survivors, the number of survivors of each token, and the survivors' values.
+    """
     counts = counts_R.split(tokens) if len(counts_R) else ()
     sizes = torch.stack([each.sum() for each in counts]).tolist() if counts else []
     for number, (each, values) in enumerate(zip(counts, values_E.split(sizes), strict=True)):

@@ -43,12 +43,15 @@ class BatchSurvivors(NamedTuple):
     def contain(self, tokens_BT: Tensor) -> Tensor:
         """Return whether each token is among its survivors, `[B, T]`. Does not synchronize with the device."""
         rows, survivors = self.ids_BM.shape
-        end_BT = self.counts_BT.cumsum(1)  # survivors of each token and of all tokens before it
-        numbers_M = torch.arange(survivors, device=end_BT.device)
-        position_BM = torch.searchsorted(end_BT, numbers_M.repeat(rows, 1), right=True)  # T at the padding of `ids_BM`
-        is_token_BM = self.ids_BM == tokens_BT.gather(1, position_BM.clamp_(max=tokens_BT.shape[1] - 1))
-        found_BT = F.pad(is_token_BM.cumsum(1), (1, 0)).gather(1, end_BT)  # of these, the ones equal to their token
-        return found_BT.diff(dim=1, prepend=torch.zeros_like(found_BT[:, :1])) > 0
+        end_BT = self.counts_BT.cumsum(1)  # where the survivors of each token end in a row of `ids_BM`
+        columns_BM = torch.arange(survivors, device=end_BT.device).repeat(rows, 1)
+        # The token that each survivor belongs to. Padding gets the last token: it lies behind all ends, where no count
+        # below includes it
+        token_BM = torch.searchsorted(end_BT, columns_BM, right=True).clamp_(max=tokens_BT.shape[1] - 1)
+        is_token_BM = self.ids_BM == tokens_BT.gather(1, token_BM)
+        # A token is among its survivors if the number of such matches grows from the end before it to its own
+        matches_BT = F.pad(is_token_BM.cumsum(1), (1, 0)).gather(1, end_BT)
+        return matches_BT.diff(dim=1, prepend=torch.zeros_like(matches_BT[:, :1])) > 0
 
     def rows(self, mask_BS: Tensor, columns: int) -> Rows:
         """Return the rows of the tokens that TRL's head gets. In the mask the last `columns` are completions."""

@@ -100,8 +100,8 @@ class ReferenceLatentImpl(CPUMLAImpl):
         absorbed_THL = torch.einsum("thn,hnl->thl", plain_THN, layer.W_UK_T.double())
         q_RQHC = padded(torch.cat([absorbed_THL, rotated_THP], -1), is_query_RQ)
 
-        # All heads read the same cached tokens, both as keys and as values. Values are the latents alone, so the
-        # rotated channels of the result are dropped
+        # All heads read the same cached tokens, passed as keys and, for simplicity, as values, too. Only the latents
+        # are values, so the rotated channels of the result are dropped
         cached_R1SC = gather(
             _as_bytes(kv_c_and_k_pe_cache)[:, None], common.block_table_tensor, common.max_seq_len, k_scale
         )
