@@ -31,7 +31,7 @@ def test_a_model_that_takes_images_is_refused_by_name():
     [
         ("cuda", 1, "fp8_forward='one_forward' with vllm_mode='server' on cuda: .*not batch invariant"),
         ("cpu", 2, "the server has 2 workers.*--tensor-parallel-size 1"),
-        ("cpu", 1, "the server computes otherwise than the trainer's own engine .other, one."),
+        ("cpu", 1, "the server's arithmetic differs from that of the trainer's own engine .other, one."),
     ],
 )
 def test_one_forward_with_a_server_of_other_kernels_is_refused_by_name(device, workers, message, monkeypatch):

@@ -11,7 +11,7 @@
         (features read last_sync here)
         for each loss:
             send_weights()                  one forward, all ranks: if the policy has changed since it was last sent
-                deliver(tensors, prepare=False)
+                deliver(tensors, prepare=False)     with the KV scales of the last sync
 
 `parts` are hooks of features (engine/vllm/part.py). A turn is one call of the engine in a conversation. All ranks also
 call `send_weights` before features/one_forward/explanation.py explains the mismatch of a generation. Outside of the
@@ -19,8 +19,8 @@ loop all ranks call `policy_tensors` for exports, and ranks of one engine call `
 not wait for each other in `generate`.
 
 `trainer.vllm_generation` is the `RolloutEngine`; `testing/fake_rollout_engine.py` has the smallest implementation.
-`InPlaceDelivery` (sync/delivery.py) is the `Delivery` that writes into an engine's tensors. Its `Engine.arrive` has
-workers in other processes take these tensors.
+`InPlaceDelivery` (sync/delivery.py) is the `Delivery` that writes into an engine's tensors. If the
+engine's workers are other processes, its `Engine.arrive` makes them copy these tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -88,30 +88,30 @@ class Delivery(Protocol):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Interface of an engine for `rollouts.py`, features and run/. Its weights follow one policy from its start on."""
+    """Interface of an engine for `rollouts.py`, features and run/. From its start on it follows one policy."""
 
     numerics: EngineNumerics
     kernels: EngineKernels | None  # None if the trainer cannot call them
-    pinned: Mapping[str, str]  # arguments of `vllm.LLM` that trials on this device chose
+    pinned: Mapping[str, str]  # arguments of `vllm.LLM` that were chosen by timing on this device (gemms.py)
     replicas: Replicas | None  # the ranks whose engines must hold the same bytes; None on one process
     last_sync: SyncReport | None  # `Delivery.last`
     audit_failures: int  # `Delivery.failures`
-    sync_metrics: Mapping[str, float]  # name in the log -> metric of the latest sync that is not in `SyncReport`
+    sync_metrics: Mapping[str, float]  # further metrics of the latest sync: name in the log -> value
 
     def begin(self, occasion: Occasion, keep_weights: bool) -> None:
-        """Set what the next generation is for. The engine seeds its sampling with `occasion`.
+        """Set what the coming generation is for. The engine seeds its sampling with `occasion`.
 
-        With `keep_weights` the next generation may need the same weights, so the engine keeps them when it sleeps.
+        With `keep_weights` the generation after it may need the same weights, so the engine keeps them when it sleeps.
         """
 
     def sync_weights(self) -> None:
-        """Deliver the policy's weights before a generation, with a newly computed `CarriedValue` (sync/records.py).
+        """Deliver the policy's weights before a generation, with newly computed KV scales (a `CarriedValue`).
 
         Raises what `Delivery.deliver` raises.
         """
 
     def send_weights(self) -> None:
-        """Deliver the policy's weights before a loss, with the unchanged carried value of the last sync."""
+        """Deliver the policy's weights before a loss, with the KV scales of the last sync."""
 
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
@@ -123,7 +123,7 @@ class RolloutEngine(Protocol):
         """
 
     def prefill(self, tokens: list[int]) -> list[int]:
-        """Run the engine's layers over a sequence, and return it. All ranks of an engine run the first rank's."""
+        """Run the engine's layers over `tokens`. Ranks of one engine run, and return, the first rank's sequence."""
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         """Return the policy's `(checkpoint name, full tensor)` pairs, adapters merged, shards gathered. Collective."""

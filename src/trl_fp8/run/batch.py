@@ -8,7 +8,8 @@ Correction and mismatch are both computed from the log-ratios
     log r_t = log pi_trainer(t) - log pi_rollout(t)        r > 1: the trainer likes the token more than the engine did
 
 A token is *scored* if both sides gave it a usable log-prob. An unscored token has log r = 0, so it gets no correction.
-Averages leave it out, and metrics report how many there are. Bounds are set on r, never on 1/r.
+Averages leave it out, and metrics report how many there are. A correction bounds r itself; some papers
+define the ratio the other way round.
 
 Shape letters: B sequences, P prompt columns, T completion columns.
 """
@@ -34,11 +35,12 @@ ROLLOUT_LOGPS = "sampling_per_token_logps"  # [B, T]: the engine's; absent witho
 LOSS_WEIGHTS = "importance_sampling_ratio"  # [B, T] or [B, 1]: factors of the loss
 LOSS_TOKENS = "num_items_in_batch"  # 0-d: tokens that the loss averages over, on all ranks
 
-# This package's own key, [B, T] int64: number of syncs since the weights that sampled a token. Absent if the current
-# policy sampled all tokens
+# This package's own key, [B, T] int64: number of syncs since the engine got the weights that sampled a token. Absent
+# if the current policy sampled all tokens
 VERSION_AGES = "version_ages"
 
-# exp(20) = 4.9e8 is no ratio of two trained models. The bound keeps sums of squares finite (exp(40) = 2.4e17).
+# Two versions of a model do not differ by a factor of exp(20) = 4.9e8. The bound keeps sums of squares finite
+# (exp(40) = 2.4e17)
 LOG_RATIO_BOUND = 20.0
 
 
@@ -46,12 +48,10 @@ LOG_RATIO_BOUND = 20.0
 class Metric:
     """A metric of one batch, which can be merged with the same metric of another batch.
 
-    A correction first makes metrics of this rank, whose parts are 0-d tensors. `measured` merges them over all ranks
-    into metrics whose parts are numbers (features/correction/measures.py).
-
     A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of
     few tokens the same weight as one of many. So a metric keeps the numbers that it is computed from, its parts: two
-    metrics merge part by part, and the value is computed when it is logged.
+    metrics merge part by part, and the value is computed when it is logged. Parts of one rank may be 0-d tensors;
+    `measured` (features/correction/measures.py) merges them over all ranks into numbers.
     """
 
     parts: tuple[float, ...]
@@ -78,12 +78,12 @@ def mean_of(total: float, count: float = 1.0) -> Metric:
 
 
 def highest(value: float) -> Metric:
-    """Return a metric whose value is the largest of all batches. -inf: no value; the metric is NaN if all are -inf."""
+    """Return a metric whose value is the largest of all batches. Pass -inf for a batch without a value."""
     return Metric((value,), max, _finite_or_nan)
 
 
 def lowest(value: float) -> Metric:
-    """Return a metric whose value is the smallest of all batches. inf: no value; the metric is NaN if all are inf."""
+    """Return a metric whose value is the smallest of all batches. Pass inf for a batch without a value."""
     return Metric((value,), min, _finite_or_nan)
 
 

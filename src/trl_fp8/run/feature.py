@@ -52,7 +52,7 @@ class FlagGroup:
     policy_calls_engine: ClassVar[bool] = False  # the policy's forward calls the engine's kernels
     base_in_engine: ClassVar[bool] = False  # the frozen base of a policy with adapters is in the engine alone
     replaces_correction: ClassVar[bool] = False  # TRL's correction is replaced even if nothing is FP8
-    followed_sampling: ClassVar[frozenset[str]] = frozenset()  # sampling settings that the trainer's log-probs follow
+    followed_sampling: ClassVar[frozenset[str]] = frozenset()  # sampling settings that the trainer applies, too
 
     def resolve(self) -> None:
         """Fill in defaults, before TRL's own `__post_init__`. Raise `ValueError` for an unknown value."""
@@ -87,11 +87,13 @@ class FlagGroup:
         """Raise `ValueError` for flags that contradict `model`, TRL's `ModelConfig` (flags of model and adapters)."""
 
     def flag_ruling_out_fp8_base(self, model: Any) -> str | None:
-        """Return the flag, of this config or of `ModelConfig`, that rules out adapters on an FP8 base; None: none."""
+        """Return the flag, of this config or of `ModelConfig`, that rules out adapters on an FP8 base; None
+        if no flag does.
+        """
         return None
 
     def trl_default(self, name: str) -> Any:
-        """Return the default of TRL's own config, or of the class that gives TRL's config this flag."""
+        """Return the default of a flag in the first base class that is not this package's."""
         bases = [base for base in type(self).__mro__ if not issubclass(base, FlagGroup)]
         return next(getattr(base, name) for base in bases if hasattr(base, name))
 
@@ -115,7 +117,9 @@ class Feature:
         return None
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
-        """Take the arithmetic of the started engine, and its kernels (None: the trainer cannot call them)."""
+        """Receive a description of the started engine's arithmetic, and its kernels (None: the trainer cannot call
+        them).
+        """
 
     def before_generation(self, prompts: list) -> None:
         """Prepare a generation; nothing is tokenized yet."""
@@ -175,7 +179,8 @@ class Feature:
     def merge_note(self, what: str) -> str:
         """Return a sentence for a model card on the weights that adapters were merged into.
 
-        If the run started from other weights, warn of it. The warning names the method `what`, which merged them.
+        Log a warning if adapters had to be merged into other weights than the run started from, because the originals
+        cannot be read again. `what` is the method that merged, for this warning.
         """
         return ""
 
@@ -240,7 +245,7 @@ class Registration:
     commands: tuple[Command, ...] = ()
     # Flags of `trl-fp8 serve`
     server_flags: tuple[ServerFlag, ...] = ()
-    # (logged metrics, facts of the run (run/facts.py)) -> warnings in a report
+    # (logged metrics, facts of the run (run/facts.py)) -> for a report: name of a metric -> warning about it
     warnings: Callable[[Mapping[str, float], Mapping[str, Any]], dict[str, str]] = lambda metrics, facts: {}
     # A field of TRL's config without which a trainer cannot have this feature
     needs: str = ""

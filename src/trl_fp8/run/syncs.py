@@ -60,7 +60,7 @@ class Syncs(Feature, TrainerCallback):
             logger.warning(
                 f"vllm_max_model_length={context}: the longest prompt has {len(prompt_ids)} tokens, and its "
                 f"completions end after {context - len(prompt_ids)} of max_completion_length={completion}. For "
-                f"whole ones raise vllm_max_model_length to {len(prompt_ids) + completion}."
+                f"complete ones raise vllm_max_model_length to {len(prompt_ids) + completion}."
             )
 
     def require_sync(self, *_: Any, **__: Any) -> None:
@@ -77,7 +77,8 @@ class Syncs(Feature, TrainerCallback):
         if current != self._latest:  # evaluation may have other weights and KV scales than training in the same step
             self.require_sync()
         self._latest = current
-        # The engine will be used again before the weights change: in further turns, or in evaluation's next batch
+        # Keep the weights if the engine may generate again before they change: in further turns, or in evaluation's
+        # next batch
         has_turns = trainer.tools or trainer.environments or trainer.rollout_func
         keep_weights = bool(has_turns) or not trainer.model.training
         trainer.vllm_generation.begin(current, keep_weights)
@@ -107,7 +108,7 @@ class Syncs(Feature, TrainerCallback):
         rollouts.metrics |= {
             "fp8/sync_seconds": mean_of(sync.seconds),
             "fp8/quantize_seconds": mean_of(sync.quantize_seconds),
-            "fp8/audited_tensors": lowest(sync.audited_tensors),  # equal in all complete syncs
+            "fp8/audited_tensors": lowest(sync.audited_tensors),  # the same from the second sync on
             "fp8/sync_bytes": mean_of(sync.bytes_sent),
         }
         for name, value in self.trainer.vllm_generation.sync_metrics.items():

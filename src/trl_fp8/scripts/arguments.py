@@ -107,9 +107,6 @@ class Parser(TrlParser):
         if not torch.cuda.is_available():
             self.set_defaults(use_cpu=True, bf16=False)  # many CPUs emulate BF16
 
-        # Names of flags whose value may be None, YAML's null
-        self.optional = {each.name for kind in dataclasses for each in fields(kind) if "None" in str(each.type)}
-
     def read(self, words: list[str]) -> Arguments:
         """Return the values of flags in `words`, and in the run config that they name. Flags win over the file.
 
@@ -137,8 +134,7 @@ class Parser(TrlParser):
         defaults = {}
         for name, value in (run_config or {}).items():
             if name in self.by_name:
-                is_null = value is None and name in self.optional
-                defaults[name] = None if is_null else _as_default(value, self.by_name[name])
+                defaults[name] = _as_default(value, self.by_name[name])
         self.set_defaults_with_config(**defaults)
         values, other_words = self.parse_known_args(words)
         return Arguments(values, run_config, spelled, other_words)
@@ -229,7 +225,7 @@ def _as_default(value: Any, action: Action) -> Any:
     """
     if action.nargs == "+":
         return value if isinstance(value, list) or value is None else [value]
-    if action.type in (int, float):
-        return str(value)  # also None (YAML's null), because argparse then refuses the text "None"
-    is_boolean = getattr(action.type, "__name__", "") == "string_to_bool"
-    return str(value) if is_boolean and value is not None else value
+    type_name = getattr(action.type, "__name__", "")  # also of TRL's wrapper for a flag that may be None
+    if type_name in ("int", "float"):
+        return str(value)  # also None (YAML's null): the text "None" is None where a flag may be None, else refused
+    return str(value) if type_name == "string_to_bool" and value is not None else value

@@ -41,8 +41,8 @@ class VersionedQueueDataset(RolloutQueueDataset):
 
     Args:
         while_empty: Called while TRL waits for a sample.
-        first_version: Returns the first version that this run has sent. Samples of earlier versions are dropped: they
-            come from a worker that outlived another run, and their weights and scales are not known here.
+        first_version: Returns the first version that this run has sent. Samples of earlier versions are dropped: a
+            worker that outlived another run made them, with weights and KV scales that this run does not know.
         **kwargs: Further arguments of TRL's dataset.
     """
 
@@ -56,6 +56,7 @@ class VersionedQueueDataset(RolloutQueueDataset):
     ):
         self._first_version = first_version
 
+        # TRL calls this whenever it has waited for a sample in vain
         def check_health(stale_after_s: float) -> None:
             check_health_fn(stale_after_s)
             while_empty()
@@ -76,7 +77,7 @@ class VersionedCollator(DataCollatorForRollout):
 
     def torch_call(self, examples: list) -> dict[str, Any]:
         batch = super().torch_call(examples)
-        [rows_of_ranks] = examples
+        [rows_of_ranks] = examples  # TRL's loader has batch size 1: one micro-batch, with a row for each rank
         versions = []
         sequences = []
         for row in rows_of_ranks:

@@ -111,7 +111,7 @@ def test_contradicting_flags_are_refused_before_an_engine_starts():
 
 def test_an_engine_without_fp8_kernels_has_nothing_to_call():
     trainer = bare_trainer(tiny_models.build("qwen3"), FP8Recipe(("a", "b"), fp8_experts=("c",)))
-    expected = "fp8_forward='one_forward'.*2 linear layers and 1 layers of experts.*found none.*Remove linear_backend"
+    expected = "2 linear layers and 1 layers of experts.*but none of the kernels.*Remove linear_backend"
     with pytest.raises(RuntimeError, match=expected):
         Following(trainer).engine_started(EngineNumerics(kernels={}), None)
     of_a_batch = EngineNumerics(kernels={"SomeKernel": 2}, linears=ActivationScaling("fp32", scope="tensor"))

@@ -9,7 +9,7 @@ from vllm import LLM
 
 from testing.runs import arguments, training
 from trl_fp8.features.one_forward.engine_kernels import VLLMKernels
-from trl_fp8.features.one_forward.following import Following
+from trl_fp8.features.one_forward.following import Following, worst_rollout
 from trl_fp8.run.batch import Batch, log_ratio
 from trl_fp8.upstream.vllm import engine_model
 
@@ -44,7 +44,7 @@ def failure(trainer, name, **where):
     trainer.feature(Following)._is_checked = False
     try:
         with pytest.raises(
-            RuntimeError, match="mean absolute difference of log-probs of the first rollouts is 0.0"
+            RuntimeError, match="mean absolute difference of log-probs of the rollouts is 0.0"
         ) as raised:
             trainer.train()
     finally:
@@ -64,7 +64,7 @@ def failure(trainer, name, **where):
 )
 def test_the_first_layer_that_differs_is_named(broken, found, trainer):
     message = failure(trainer, broken)
-    assert found in message and "it is at most 1e-05 for a policy of type 'qwen3'" in message
+    assert found in message and "the difference is at most 1e-05 for a policy of type 'qwen3'" in message
     assert "Set fp8_forward='off'" in message
 
 
@@ -86,8 +86,18 @@ def test_log_probs_that_are_no_numbers_are_no_agreement(trainer, monkeypatch):
     batch.ratio = log_ratio(logps.where(torch.tensor([True, False] * 2), torch.nan), logps, torch.ones(2, 4))
     monkeypatch.setattr(following, "_is_checked", False)
     monkeypatch.setattr(following, "_first_difference", lambda batch: "Nobody knows.")
-    with pytest.raises(RuntimeError, match="fp8_forward='one_forward', but"):
+    text = "fp8_forward='one_forward', but 4 of the trainer's log-probs of the rollouts are no numbers"
+    with pytest.raises(RuntimeError, match=text):
         following.extend_batch(batch)
+
+
+def test_the_rollout_with_a_log_prob_that_is_no_number_is_compared_first():
+    rollout, trainer = torch.full((3, 2), -1.0), torch.tensor([[-1.0, -3.0], [-1.0, torch.nan], [-1.0, -1.0]])
+    tensors = {"prompt_ids": torch.tensor([[5], [6], [7]]), "completion_ids": torch.tensor([[8, 9]] * 3)}
+    tensors |= {f"{part}_mask": torch.ones_like(tensors[f"{part}_ids"]) for part in ("prompt", "completion")}
+    batch = Batch(tensors)
+    batch.ratio = log_ratio(trainer, rollout, torch.ones(3, 2))
+    assert worst_rollout(batch) == [6, 8]
 
 
 def test_a_warning_is_enough_where_it_is_asked_for(checkpoint, tmp_path, caplog):
@@ -117,7 +127,7 @@ def test_the_check_repeats_when_adapters_are_no_longer_zero(checkpoint, tmp_path
         for name, module in engine_model(trainer.vllm_generation.llm).named_modules():
             if name.endswith(".lora_b"):
                 module.register_forward_hook(lambda module, args, y: torch.zeros_like(y) if generating else None)
-        with pytest.raises(RuntimeError, match="mean absolute difference of log-probs of the first rollouts is 0.0"):
+        with pytest.raises(RuntimeError, match="mean absolute difference of log-probs of the rollouts is 0.0"):
             trainer.train()
         assert trainer.state.global_step == 1  # the first comparison, of adapters that add nothing, was passed
 

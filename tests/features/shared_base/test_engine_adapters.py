@@ -1,5 +1,6 @@
 """Adapters beside a frozen base in a real engine: what it computes, what it holds, and that all of it is proven."""
 
+from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from testing.reference_experts import reference_fp8_experts
 from trl_fp8.engine.vllm.cpu.reference_linear import linear
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.features.shared_base import engine_base
+from trl_fp8.features.shared_base.adapter_tensors import adapter_tensors
 from trl_fp8.features.shared_base.engine_adapters import ADAPTERS, _install
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.sync.shards import GatherFailed
@@ -178,3 +180,21 @@ def test_a_rank_that_cannot_merge_enters_the_gathers_that_others_wait_in(failing
         list(tensors)
     done = 2 if failing == "with_adapters" else 0
     assert gathered == ["A", "B", "up", "down"][: done if error is GatherFailed else None]
+
+
+@pytest.mark.parametrize("error", [MemoryError, GatherFailed])
+def test_a_rank_whose_adapters_do_not_arrive_enters_no_gather_after_one_that_broke_off(error):
+    """Otherwise it enters those of the weights behind them, in which the others wait for it."""
+    entered = []
+
+    def broken():
+        raise error("a gather")
+        yield
+
+    def weights():
+        entered.append("weights")
+        yield "up", torch.ones(2, 2)
+
+    with pytest.raises(error):
+        list(adapter_tensors(torch.nn.Linear(2, 2), {}, chain(broken(), weights())))
+    assert entered == ([] if error is GatherFailed else ["weights"])

@@ -1,13 +1,13 @@
 """`MirroredGeneration`: one forward with a server. The trainer has an engine of its own that holds the same bytes.
 
-    sync           policy -> own engine, audited
-    generation     own engine's tensors -> server, audited; the server generates
-    scoring, loss  the policy calls the own engine's kernels on that engine's tensors
+    sync           policy -> the trainer's engine, audited
+    generation     tensors of the trainer's engine -> server, audited; the server generates
+    scoring, loss  the policy calls the kernels of the trainer's engine on that engine's tensors
 
-The own engine takes memory for one more FP8 model on each trainer rank, beside the staged tensors (staged_engine.py),
-and for the KV cache of one sequence: it computes single sequences in checks, and samples nothing. On a CPU both
-engines run the same kernels, and a row does not depend on its batch. On GPUs a server has no batch-invariant kernels,
-so GPUs are refused.
+The trainer's engine takes memory for one more FP8 model on each trainer rank, beside the staged tensors
+(staged_engine.py), and for the KV cache of one sequence: it computes single sequences in checks, and samples nothing.
+On a CPU both engines run the same kernels, and a row does not depend on its batch. On GPUs a server has no
+batch-invariant kernels, so GPUs are refused.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,8 @@ class HeldWeights(PolicyWeights):
     def __init__(self, generation: ServerGeneration, own: FP8VLLMGeneration):
         super().__init__(generation)
         self._held = own.engine.layout
-        self._names = *outline_of(generation.model).parameters, *generation.engine.beside
+        # Names of the policy's tensors, and of those that features add
+        self._names = [*outline_of(generation.model).parameters, *generation.engine.beside]
 
     def yields_one_by_one(self, model: torch.nn.Module) -> bool:
         return False
@@ -60,7 +61,7 @@ class HeldWeights(PolicyWeights):
 
 
 class MirroredScales:
-    """`sync.records.CarriedValue` of a server: the KV scales that the own engine holds."""
+    """`sync.records.CarriedValue` of a server: the KV scales of the trainer's engine."""
 
     def __init__(self, own: CarriedValue, store: StagedScales):
         self.name, self._own, self._store = own.name, own, store
@@ -69,7 +70,9 @@ class MirroredScales:
     def value(self) -> KVScales | None:
         return self._own.value
 
-    def prepare(self) -> None: ...
+    def prepare(self) -> None:
+        """Do nothing: the sync of the trainer's engine has computed the scales."""
+
     def write(self) -> None:
         self._store.write(self.value)
 
@@ -81,7 +84,7 @@ class MirroredScales:
 
 
 class Mirror(EnginePart):
-    """Part of a server whose weights and KV scales are those of the trainer's own engine."""
+    """`EnginePart` of a server that gets its weights and KV scales from the trainer's own engine."""
 
     def __init__(self, own: FP8VLLMGeneration):
         self._own = own
@@ -107,8 +110,9 @@ class MirroredGeneration(FP8VLLMGeneration):
     """
 
     def __init__(self, **kwargs):
+        # Features act on the trainer's engine, once a sync; the server only copies it
         self._server_kwargs = {name: value for name, value in kwargs.items() if name not in ("parts", "after_sync")}
-        self._is_server_behind = True  # the own engine has newer weights
+        self._is_server_behind = True  # the trainer's engine has newer weights
         self._sync_of_both: SyncReport | None = None
         kwargs = {name: value for name, value in kwargs.items() if name != "transport"}
         super().__init__(**kwargs | {"mode": "colocate", "max_num_seqs": 1})
@@ -136,8 +140,8 @@ class MirroredGeneration(FP8VLLMGeneration):
         self.server = ServerGeneration(parts=[Mirror(self)], **self._server_kwargs)
         if self.server.numerics != self.numerics:
             raise ValueError(
-                f"{refused}: the server computes otherwise than the trainer's own engine ({self.server.numerics}, "
-                f"{self.numerics}). Start it with `trl-fp8 serve` on a host of the same kind."
+                f"{refused}: the server's arithmetic differs from that of the trainer's own engine "
+                f"({self.server.numerics}, {self.numerics}). Start it with `trl-fp8 serve` on a host of the same kind."
             )
 
     @property
@@ -147,7 +151,7 @@ class MirroredGeneration(FP8VLLMGeneration):
 
     @property
     def last_sync(self) -> SyncReport | None:
-        """Return the report of the own engine's sync. Its seconds include the server's sync once that is done."""
+        """Return the report of the trainer's own sync. Its seconds include the server's sync once that is done."""
         return self.delivery.last if self._is_server_behind else self._sync_of_both
 
     @property
@@ -171,7 +175,7 @@ class MirroredGeneration(FP8VLLMGeneration):
         super().send_weights()
 
     def generate(self, *args, **kwargs) -> tuple:
-        """Send the own engine's tensors to the server if it has older ones, and let it generate. Collective.
+        """Send the tensors of the trainer's engine to a server that has older ones, which then generates. Collective.
 
         Raises what `ServerGeneration.generate` raises.
         """

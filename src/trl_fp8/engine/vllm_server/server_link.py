@@ -289,10 +289,10 @@ class ServerLink:
         derived = sorted(different.intersection(self.described["derived"]))
         if derived:
             raise RuntimeError(f"{self.base_url}: tensors that the engine derives have changed: {listed(derived, 4)}.")
-        sums = [self._agreed_sum(name, count) for name, count in elements.items()]
-        if not different:
+        sums = [None if name in different else self._agreed_sum(name, count) for name, count in elements.items()]
+        if not different and None not in sums:  # `different` may also name tensors that are not staged
             self.proven = proven
-        return [None if name in different else agreed for name, agreed in zip(elements, sums, strict=True)]
+        return sums
 
     def _agreed_sum(self, name: str, elements: int) -> int | None:
         """Return the checksum of a whole tensor of `elements` elements; None if workers disagree or parts are missing.

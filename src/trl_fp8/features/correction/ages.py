@@ -7,9 +7,10 @@ Each sync gives the engine a new version of the weights. The log-ratio of a toke
 
 where pi_v is the policy from which version v was made. The trainer keeps no weights of earlier versions, so it cannot
 compute pi_v of older tokens. A *fresh* token, of age 0, has no staleness, because its pi_v is the policy now. So if
-tokens have ages, `mismatch/*` is measured on fresh tokens alone. For tokens of one version the mean of -log r is
-KL(rollout || pi_v) + E[log pi_v - log pi_now]. So the mean of older tokens minus the mean of fresh tokens is
-E[log pi_v - log pi_now], their staleness as a KL, if FP8 makes an equal mismatch in each version.
+tokens have ages, `mismatch/*` is measured on fresh tokens alone, but for the fractions in `OF_ALL_AGES`. Let log r be
+the left side. Over tokens of one version mean(-log r) is KL(rollout || pi_v) + E[log pi_v - log pi_now]. If FP8 makes
+an equal mismatch in each version, mean(-log r) of older tokens minus that of fresh tokens is the second term, an
+estimate of KL(pi_v || pi_now).
 
     staleness/k1_kl/age_A, k3_kl/age_A     as in measures.py, of tokens of age A: staleness and mismatch together
     staleness/k1_beyond_mismatch           mean of -log r of older tokens, minus the mean of the fresh tokens of the
@@ -29,7 +30,7 @@ from trl_fp8.run.batch import LogRatio, Metric, highest, mean_of, quotient
 # Measured on tokens of any age, because a missing log-prob is a fault at any age
 OF_ALL_AGES = ("mismatch/fraction_missing", "mismatch/fraction_broken", "mismatch/fraction_clamped")
 BEYOND_MISMATCH = "staleness/k1_beyond_mismatch"
-# Bin of ages -> [lowest age, highest age + 1]
+# Name of a bin -> (low, high): ages with low <= age < high
 AGES = {"0": (0, 1), "1": (1, 2), "2": (2, 3), "3-4": (3, 5), "5-8": (5, 9), "9+": (9, torch.inf)}
 
 
@@ -68,7 +69,7 @@ def with_latest_mismatch(metric: Metric, latest: tuple[float, float]) -> tuple[M
     """Return `staleness/k1_beyond_mismatch` also for a batch without fresh tokens, and the next value of `latest`.
 
     `metric` is that of `age_metrics`. `latest` is the sum of -log r over the fresh tokens of the latest batch that had
-    any, and their number. They stand in for this batch's if it has no fresh tokens.
+    any, and their number. They replace the sums of this batch if it has no fresh tokens.
     """
     stale, stale_tokens, fresh, fresh_tokens = metric.parts
     if fresh_tokens:

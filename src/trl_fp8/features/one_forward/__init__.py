@@ -53,8 +53,10 @@ def _made_by(file: str, reasons: dict[str, str]) -> dict[str, tuple[str, str]]:
 
 INVARIANT = "vllm.model_executor.determinism.batch_invariant"
 LAYERS = "vllm.model_executor.layers"
-FAMILIES = [kind.removesuffix("_text") for kind in types_with("followed")]  # names of transformers' modules
+# Folders of transformers.models whose layers can follow an engine; `gemma3_text` is in `gemma3`
+FAMILIES = [kind.removesuffix("_text") for kind in types_with("followed")]
 ROTARY = [f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES]
+ROTATION = "Attention rotates q and k with this; we need the engine's rotation there."
 TILES = {
     f"{LAYERS}.quantization.utils.fp8_utils.get_w8a8_block_fp8_configs": (
         "vLLM chooses tiles by the batch; we need the same tiles in every batch."
@@ -74,13 +76,14 @@ ATTENTION = {
 }
 ROUTERS = {"torch.nn.functional.linear": "Routers call this for their logits; we need the engine's logits there."}
 START = {
-    f"{INVARIANT}.init_batch_invariance": "vLLM slows NCCL down in the whole process; we need the trainer's unchanged."
+    f"{INVARIANT}.init_batch_invariance": (
+        "vLLM slows NCCL down in the whole process; we need the trainer's NCCL unchanged."
+    )
 }
 
 register(FOR_ONE_BLOCK, _made_by("followed_experts.py", ROUTERS) | _made_by("engine_invariance.py", START))
 register(
     FOR_GOOD,
-    _made_by("one_forward.py", dict.fromkeys(ROTARY, "Attention calls this to rotate q, k; we need the engine to."))
-    | _made_by("engine_invariance.py", TILES),
+    _made_by("one_forward.py", dict.fromkeys(ROTARY, ROTATION)) | _made_by("engine_invariance.py", TILES),
 )
 register(REGISTERED, _made_by("engine_invariance.py", NORMS) | _made_by("engine_flash_attention.py", ATTENTION))

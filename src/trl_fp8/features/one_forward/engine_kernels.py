@@ -171,7 +171,8 @@ class VLLMKernels:
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         gate = self._module(module)
-        runner = self._inside(self._recipe.engine_name(module).rpartition(".")[0], MoERunner)
+        layer = self._recipe.engine_name(module).rpartition(".")[0]
+        runner = self._inside(layer, MoERunner, module)
 
         @without_gradients
         def route(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +183,7 @@ class VLLMKernels:
         return route
 
     def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        experts = self._inside(self._recipe.engine_name(module), RoutedExperts)
+        experts = self._inside(self._recipe.engine_name(module), RoutedExperts, module)
 
         @without_gradients
         def compute(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -214,15 +215,13 @@ class VLLMKernels:
             raise self._unknown(name, None)
         return piece.module
 
-    def _inside(self, name: str, kind: type[nn.Module]) -> nn.Module:
-        """Return the first module of class `kind` inside the engine's module `name`."""
-        modules = dict(self._model.named_modules())
-        if name not in modules:
-            raise self._unknown(name, None)
-        for module in modules[name].modules():
+    def _inside(self, engine_name: str, kind: type[nn.Module], name: str) -> nn.Module:
+        """Return the first module of class `kind` inside one of the engine's; `name` is the policy's, for an error."""
+        found = self._modules.get(engine_name)
+        for module in () if found is None else found.modules():
             if isinstance(module, kind):
                 return module
-        raise self._unknown(name, modules[name])
+        raise self._unknown(name, found)
 
     def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
         """Return the error for the policy's module `name`. `found` is what the engine has in its place."""

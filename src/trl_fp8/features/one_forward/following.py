@@ -54,8 +54,8 @@ class Following(Feature, TrainerCallback):
         self.followed_reference: FollowedReference | None = None  # made by `engine_started` if beta > 0
         self._is_outdated = True  # the policy's weights may have changed since the last sync
         self._is_checked = False  # whether the comparison of log-probs is done
+        release(trainer.model)  # modules that an earlier trainer swapped would hide what this policy is
         # Raise the errors that can be found without an engine before one starts
-        release(trainer.model)
         args, recipe = trainer.args, trainer.recipe
         require_followable(trainer.model, recipe, args.fp8_backward)
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
@@ -73,8 +73,8 @@ class Following(Feature, TrainerCallback):
             raise RuntimeError(
                 f"fp8_forward={trainer.args.fp8_forward!r}: expected FP8 kernels for "
                 f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
-                "experts in the engine, found none (by vLLM's names). Remove linear_backend and moe_backend "
-                "from vllm_engine_kwargs, or set fp8_forward='off'."
+                "experts in the engine, but none of the kernels that vLLM chose is one. Remove linear_backend and "
+                "moe_backend from vllm_engine_kwargs, or set fp8_forward='off'."
             )
         if numerics.linears is not None and numerics.linears.scope == "tensor":
             raise RuntimeError(
@@ -98,7 +98,8 @@ class Following(Feature, TrainerCallback):
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
         # When the trainer is deleted, its policy has to compute by itself again and must keep no engine alive. The
-        # finalizer has only a weak reference to the forward, or the engine would be freed one garbage collection later
+        # finalizer holds the forward weakly: the forward holds the kernels, so the engine would survive the garbage
+        # collection that frees the trainer. When Python exits there is nothing to restore
         finalizer = weakref.finalize(trainer, remove_if_alive, weakref.ref(self.forward))
         finalizer.atexit = False
         if trainer.args.beta:
@@ -149,7 +150,8 @@ class Following(Feature, TrainerCallback):
         self.forward.switch(on=False)
 
     def extend_batch(self, batch: Batch) -> None:
-        """Compare the log-probs of trainer and engine in the first batch that has scored tokens (run/batch.py).
+        """Compare log-probs of trainer and engine in the first batch with scored tokens (run/batch.py); with an
+        FP8 base in each batch, until an adapter has changed.
 
         Collective until that is done. `RuntimeError` if they differ too much, unless fp8_forward_check='warn'.
         """
@@ -166,10 +168,13 @@ class Following(Feature, TrainerCallback):
         distance, scored, broken = sums_by_rank.sum(0).tolist()
         mismatch = quotient(distance, scored)  # mean |log r|
         if mismatch > self._mismatch_bound or broken > 0:  # broken: tokens whose trainer log-prob is not a number
+            found = f"the mean absolute difference of log-probs of the rollouts is {mismatch:.2g}"
+            if broken > 0:
+                found = f"{broken:.0f} of the trainer's log-probs of the rollouts are no numbers"
             text = (
-                "fp8_forward='one_forward', but the mean absolute difference of log-probs of the first rollouts is "
-                f"{mismatch:.2g}. With shared kernels it is at most {self._mismatch_bound:g} for a policy of type "
-                f"{self.trainer.recipe.model_type!r}. {self._first_difference(batch)} Set fp8_forward='off' (rollout "
+                f"fp8_forward='one_forward', but {found}. With shared kernels the difference is at most "
+                f"{self._mismatch_bound:g} for a policy of type {self.trainer.recipe.model_type!r}. "
+                f"{self._first_difference(batch)} Set fp8_forward='off' (rollout "
                 "correction works without it), or fp8_forward_check='warn' to go on."
             )
             if args.fp8_forward_check == "error":
@@ -184,7 +189,9 @@ class Following(Feature, TrainerCallback):
         args = self.trainer.args
         if hasattr(args, CORRECTION):
             cause = f"{CORRECTION}=False"
-            remedy = " Set it to True; rollout_correction='monitor' only measures."
+            remedy = (
+                " Set it to True. If you want no correction, add rollout_correction='monitor', which only measures."
+            )
         else:
             cause, remedy = type(self.trainer).__name__, ""
         logger.warning(
@@ -205,12 +212,13 @@ class Following(Feature, TrainerCallback):
         with comparison.engine():
             tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
         ids = torch.tensor([tokens], device=trainer.accelerator.device)
-        # Call TRL's own method: in this trainer's override, other features would observe the pass or replay routes
+        # Call TRL's own method: this trainer's override would let other features take part, which calibrate KV scales
+        # on the pass or force the rollouts' experts
         mask = torch.ones_like(ids)
         with torch.no_grad(), as_rollouts_saw(trainer.features), self.scoring(mask, 1), comparison.policy():
             trainer.trl_class()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, 1)
         if difference := comparison.first_difference():
-            return f"First to differ, when both compute one of the rollouts, is {difference}."
+            return f"When both compute one of the rollouts, the first difference is {difference}."
         if not comparison.layers:
             return (
                 "The engine is compiled, so its layers cannot be watched. With vllm_engine_kwargs="
@@ -229,8 +237,11 @@ def remove_if_alive(forward: weakref.ref[OneForward]) -> None:
 
 
 def worst_rollout(batch: Batch) -> list[int]:
-    """Return the tokens of the rollout with the largest sum of |log r|, without the last, which was never fed back."""
-    row = int(batch.ratio.values_BT.abs().sum(-1).argmax())
+    """Return the tokens of the rollout with the largest sum of |log r|, or with a log-prob that is no number. The last
+    token is left out, because it was never fed back.
+    """
+    distance_BT = batch.ratio.values_BT.abs().masked_fill(batch.ratio.broken_BT != 0, math.inf)
+    row = int(distance_BT.sum(-1).argmax())
     tokens = []
     for part in ("prompt", "completion"):
         ids, mask = batch.tensors[f"{part}_ids"][row], batch.tensors[f"{part}_mask"][row]
@@ -256,8 +267,9 @@ class Comparison:
         self._policy: dict[tuple[str, str], Tensor] = {}
 
     def engine(self) -> AbstractContextManager[None]:
-        """Note checksums of the engine's linear layers in the block."""
+        """Note checksums of the engine's linear layers inside the `with` block."""
 
+        # One layer of the engine may compute several of the policy's (q, k, v): each has its columns of y
         def note(layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
             for linear in (self._linears[layer] for layer in layers):
                 self._engine[linear.name, "input"].append(checksums(x))
@@ -267,7 +279,7 @@ class Comparison:
 
     @contextmanager
     def policy(self) -> Iterator[None]:
-        """Note checksums of the policy's linear layers in the block."""
+        """Note checksums of the policy's linear layers inside the `with` block."""
 
         def note(linear: FollowedLinear, args: tuple[Tensor, ...], y: Tensor) -> None:
             self._policy[linear.name, "input"] = checksums(args[0])
@@ -295,8 +307,8 @@ class Comparison:
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """Round `rows` `[..., N]` to BF16, and return one checksum for each row, int64 `[T]`."""
+    """Return a checksum of each row of `rows` `[..., N]` in BF16, the engine's dtype: int64 `[T]`."""
     bits = rows.detach().to(torch.bfloat16).flatten(0, -2).contiguous().view(torch.int16)
-    # Odd keys are invertible modulo 2^64, so a change of any one element changes the sum
+    # Each element has its own key, none is 0: an element that changes, or two that change places, change the sum
     keys = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1
     return (bits.long() * keys).sum(-1)

@@ -21,6 +21,7 @@ from torch import nn
 
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import checkpoint_name
+from trl_fp8.sync.shards import GatherFailed
 
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -108,6 +109,8 @@ def adapter_tensors(
                     )
                 unfilled.discard((name, which))
                 yield f"{name}.{which}.weight", slot.pad(which, tensor)
+    except GatherFailed:  # the other ranks still wait in that gather, so this rank must not start another collective
+        raise
     except Exception:
         for _ in trained:  # its gathers are collective, so other ranks would wait for this rank
             pass

@@ -1,8 +1,8 @@
-"""The FP8 base of a policy in an engine with adapter layers: it is sent once, and each sync sends only adapters."""
+"""The FP8 base of a policy in an engine with adapter layers: it is sent once; each sync sends only what is trained."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from functools import cached_property
 from itertools import chain
 
@@ -87,7 +87,7 @@ class BasePart(EnginePart):
         with generation.cache_awake():
             unread = unread_adapters(generation.engine.model, lambda: generation.llm.log_probs(TRIAL_PROMPT))
             generation.engine.reset_prefix_cache()
-        [most_unread] = generation.largest([len(unread)])
+        [most_unread] = generation.largest([len(unread)])  # over all ranks, so that all raise together
         if most_unread:
             where = ", ".join(unread) or "layers of another rank, see its log"
             raise RuntimeError(
@@ -145,18 +145,25 @@ class AdapterWeights(PolicyWeights):
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         def summed() -> Iterator[NamedTensor]:
-            lora_factors, weights = self._adapters(self.model), self.whole(self.parameters)
+            lora_parameters = self._adapters(self.model)
+            weights = self.whole(self.parameters)
             try:
-                adapters = factors(self.model, lora_factors)
-                yield from with_adapters(weights, adapters)
-            except GatherFailed:  # the other ranks are in that gather, so this one must enter no other
+                factors_by_layer = factors(self.model, lora_parameters)
+                yield from with_adapters(weights, factors_by_layer)
+            except GatherFailed:
+                # The other ranks still wait in that gather, so this rank must not start another collective
                 raise
             except Exception:
-                for _ in chain(lora_factors, weights):  # their gathers are collective: other ranks would wait
-                    pass
+                # The gathers are collective, so other ranks would wait for this rank. A source that failed on this
+                # rank raises at its end
+                for source in (lora_parameters, weights):
+                    with suppress(Exception):
+                        for _ in source:
+                            pass
                 raise
+            # Only the main process writes checkpoints. Reading the original weights again needs no other rank
             if self._generation.accelerator.is_main_process:
-                yield from with_adapters(self.base.originals(), adapters)
+                yield from with_adapters(self.base.originals(), factors_by_layer)
 
         return closing(summed())
 

@@ -42,16 +42,18 @@ class BatchSurvivors(NamedTuple):
 
     def contain(self, tokens_BT: Tensor) -> Tensor:
         """Return whether each token is among its survivors, `[B, T]`. Does not synchronize with the device."""
-        rows, survivors = self.ids_BM.shape
-        end_BT = self.counts_BT.cumsum(1)  # where the survivors of each token end in a row of `ids_BM`
-        columns_BM = torch.arange(survivors, device=end_BT.device).repeat(rows, 1)
-        # The token that each survivor belongs to. Padding gets the last token: it lies behind all ends, where no count
-        # below includes it
-        token_BM = torch.searchsorted(end_BT, columns_BM, right=True).clamp_(max=tokens_BT.shape[1] - 1)
-        is_token_BM = self.ids_BM == tokens_BT.gather(1, token_BM)
-        # A token is among its survivors if the number of such matches grows from the end before it to its own
-        matches_BT = F.pad(is_token_BM.cumsum(1), (1, 0)).gather(1, end_BT)
-        return matches_BT.diff(dim=1, prepend=torch.zeros_like(matches_BT[:, :1])) > 0
+        # Sequence by sequence: indices take ten times the memory of the ids
+        columns_M = torch.arange(self.ids_BM.shape[1], device=self.ids_BM.device)
+        found = []
+        for counts_T, ids_M, tokens_T in zip(self.counts_BT, self.ids_BM, tokens_BT, strict=True):
+            end_T = counts_T.cumsum(0)  # where the survivors of each token end in `ids_M`
+            # The token that each survivor belongs to. Padding gets the last token: it lies behind all ends, where no
+            # count below includes it
+            token_M = torch.searchsorted(end_T, columns_M, right=True).clamp_(max=len(tokens_T) - 1)
+            # A token is among its survivors if the number of matches grows from the end before it to its own
+            matches_T = F.pad((ids_M == tokens_T[token_M]).cumsum(0), (1, 0))[end_T]
+            found.append(matches_T.diff(prepend=torch.zeros_like(matches_T[:1])) > 0)
+        return torch.stack(found)
 
     def rows(self, mask_BS: Tensor, columns: int) -> Rows:
         """Return the rows of the tokens that TRL's head gets. In the mask the last `columns` are completions."""
