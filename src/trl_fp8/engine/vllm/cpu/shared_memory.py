@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-FOLDER = Path("/dev/shm")  # where Linux shows POSIX shared memory
+FOLDER = Path("/dev/shm")  # noqa: S108, where Linux shows POSIX shared memory
 
 
 def remove_abandoned_memory(rank: int, ranks: int) -> None:
