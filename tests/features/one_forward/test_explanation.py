@@ -210,7 +210,7 @@ def test_thresholds():
     assert explained_note({EXPLAINED: LARGE_EXPLAINED_K3}) == "" == explained_note({})
     note = explained_note({EXPLAINED: 0.043})
     assert all(lever in note for lever in ("fp8_ignored_modules", "kv_cache_dtype='auto'", "one_forward"))
-    assert "dropout" in note and "dropout" not in explained_note({EXPLAINED: 0.043, SCORING: 0.0})
+    assert "Dropout" in note and "Dropout" not in explained_note({EXPLAINED: 0.043, SCORING: 0.0})
     assert [*mismatch_warnings({SCORING: 2e-6})] == [SCORING]
 
 

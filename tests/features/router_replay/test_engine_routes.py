@@ -121,7 +121,7 @@ def test_routes_that_are_missing_or_shifted_are_refused():
     log = RouteLog(returned_routes)
     with pytest.raises(RuntimeError, match="returned no routed experts"):
         log.generated([output([1, 2], [3])])
-    with pytest.raises(RuntimeError, match="routes for 3 tokens of a rollout that fed 2"):
+    with pytest.raises(RuntimeError, match="routes for 3 tokens of a rollout, and computed 2"):
         log.generated([output([1, 2], [3], numbered([1, 2, 3, 4]))])
 
 
