@@ -38,7 +38,8 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
             "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
         )
     # vLLM builds its model from the stored config, at the policy's commit (`Platform.arguments`)
-    stored = type(model.config).from_pretrained(model.name_or_path, revision=model.config._commit_hash)
+    commit = getattr(model.config, "_commit_hash", None)
+    stored = type(model.config).from_pretrained(model.name_or_path, revision=commit)
     tokens, tokens_stored = (config.get_text_config().vocab_size for config in (model.config, stored))
     if tokens != tokens_stored:
         raise ValueError(

@@ -123,8 +123,10 @@ class Platform(ABC):
         # The trainer's processor has normalized images. vLLM would do so again, and by random numbers: it keeps mean
         # and standard deviation as buffers of the model, which start as dummy weights
         arguments["mm_device_do_normalize"] = False
-        if config._commit_hash is not None:  # from the Hub, maybe at a `revision`, which TRL does not pass on
-            arguments["revision"] = config._commit_hash
+        # From the Hub, maybe at a `revision`, which TRL does not pass on. transformers 5.19 keeps no commit
+        commit = getattr(config, "_commit_hash", None)
+        if commit is not None:
+            arguments["revision"] = commit
         text = config.get_text_config()
         fields = family_of(text.model_type).engine_fields(text.to_dict())
         # Override `quantization_config` even if nothing is FP8 (with None), because the checkpoint's own weights may

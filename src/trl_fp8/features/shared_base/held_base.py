@@ -143,7 +143,7 @@ class SharedBase:
         model = transformers_model(self.model)
         if not isinstance(source, StoredBase):
             recipe = source.recipe
-            name, commit = model.config.name_or_path, model.config._commit_hash
+            name, commit = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
             try:
                 _, source = load_without_base(type(model).from_pretrained, name, lambda _: recipe, revision=commit)
             except (ValueError, OSError, SafetensorError) as error:
