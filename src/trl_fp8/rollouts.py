@@ -46,6 +46,7 @@ from .run.launch import (
     launch_words,
     load_on_all_ranks,
     require_columns,
+    require_known_commit,
     require_no_images,
     require_no_qlora,
     require_output,
@@ -229,11 +230,11 @@ class FP8Rollouts(Saving):
 
     def _make_own_generation(self, **kwargs) -> RolloutEngine:
         """Check the run, print the plan, and start this project's engine."""
-        args = self.args
+        args, config = self.args, self.model.config
         # Refuse a model, prompts, a launch or a disk with which the run would fail later
+        require_known_commit(config, args.model_init_kwargs)
         require_servable(self.model, engine_class)
         require_countable_experts(self.model, args.router_aux_loss_coef)
-        config = self.model.config
         if config.get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
         engine_ranks = args.vllm_tensor_parallel_size if args.vllm_mode == "colocate" else 1

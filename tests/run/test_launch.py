@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import TrainingArguments
 
-from trl_fp8.run.launch import checkpoint_bytes, launch_words, require_columns, require_output
+from trl_fp8.run.launch import checkpoint_bytes, launch_words, require_columns, require_known_commit, require_output
 
 
 GIB = 2**30
@@ -97,6 +97,20 @@ class Judged:
 
     def __call__(self, prompts, completions, answer, weight=1.0, *, log_metric, **kwargs):
         return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("fields", [{}, {"_commit_hash": None}])
+def test_a_revision_is_refused_where_transformers_keeps_no_commit(fields, tmp_path):
+    config = SimpleNamespace(name_or_path="user/model", **fields)
+    with pytest.raises(ValueError, match="revision='v2', but this version of transformers keeps no commit"):
+        require_known_commit(config, {"revision": "v2", "dtype": "float32"})
+    for known in ({"revision": "main"}, {}, None):
+        require_known_commit(config, known)
+    for config in (
+        SimpleNamespace(name_or_path="user/model", _commit_hash="a" * 40),
+        SimpleNamespace(name_or_path=str(tmp_path)),
+    ):
+        require_known_commit(config, {"revision": "v2"})
 
 
 def test_columns_that_prompts_and_rewards_come_from_are_asked_for():

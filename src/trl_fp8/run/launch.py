@@ -41,6 +41,21 @@ def require_rows(dataset: object) -> None:
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")
 
 
+def require_known_commit(config: Any, model_init_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise `ValueError` if a policy was loaded from a revision, and transformers kept no commit in its `config`.
+
+    transformers 5.19 keeps none. vLLM and the checks that read the model again would read its main branch.
+    """
+    revision = (model_init_kwargs or {}).get("revision")
+    is_known = getattr(config, "_commit_hash", None) is not None or os.path.isdir(config.name_or_path)
+    if revision not in (None, "main") and not is_known:
+        raise ValueError(
+            f"model_init_kwargs has revision={revision!r}, but this version of transformers keeps no commit in a "
+            "config, so vLLM would read the main branch. Save that revision to a folder and train from the folder, or "
+            "install transformers 5.17."
+        )
+
+
 def require_columns(datasets_by_argument: dict[str, object], rewards: Iterable[object], adds_columns: bool) -> None:
     """Raise `ValueError` for a dataset that lacks the column "prompt", or a column that a reward takes.
 

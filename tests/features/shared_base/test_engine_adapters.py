@@ -198,3 +198,27 @@ def test_a_rank_whose_adapters_do_not_arrive_enters_no_gather_after_one_that_bro
     with pytest.raises(error):
         list(adapter_tensors(torch.nn.Linear(2, 2), {}, chain(broken(), weights())))
     assert entered == ([] if error is GatherFailed else ["weights"])
+
+
+@pytest.mark.parametrize("second", [RuntimeError, GatherFailed])
+def test_a_second_error_ends_the_gathers_only_if_a_gather_broke_off(second, monkeypatch):
+    gathered = []
+
+    def adapters(model):
+        gathered.append("A")
+        yield "A", torch.ones(2, 2)
+        raise second("at the end of the source")
+
+    def weights(parameters):
+        gathered.append("up")
+        yield "up", torch.ones(2, 2)
+
+    def fail(model, lora_parameters):
+        raise MemoryError("no memory")
+
+    rank = SimpleNamespace(model=torch.nn.Linear(2, 2), parameters=None, _adapters=adapters, whole=weights)
+    monkeypatch.setattr(engine_base, "factors", fail)
+    expected = GatherFailed if second is GatherFailed else MemoryError
+    with engine_base.AdapterWeights.policy_tensors(rank) as tensors, pytest.raises(expected):
+        list(tensors)
+    assert gathered == (["A"] if second is GatherFailed else ["A", "up"])

@@ -123,7 +123,7 @@ class Platform(ABC):
         # The trainer's processor has normalized images. vLLM would do so again, and by random numbers: it keeps mean
         # and standard deviation as buffers of the model, which start as dummy weights
         arguments["mm_device_do_normalize"] = False
-        # From the Hub, maybe at a `revision`, which TRL does not pass on. transformers 5.19 keeps no commit
+        # From the Hub, maybe at a `revision`, which TRL does not pass on. None: main, or transformers keeps no commit
         commit = getattr(config, "_commit_hash", None)
         if commit is not None:
             arguments["revision"] = commit

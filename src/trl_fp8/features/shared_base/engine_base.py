@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing
 from functools import cached_property
 from itertools import chain
 
@@ -153,13 +153,16 @@ class AdapterWeights(PolicyWeights):
             except GatherFailed:
                 # The other ranks still wait in that gather, so this rank must not start another collective
                 raise
-            except Exception:
-                # The gathers are collective, so other ranks would wait for this rank. A source that failed on this
-                # rank raises at its end
+            except Exception as error:
+                # The gathers are collective, so other ranks would wait for this rank
                 for source in (lora_parameters, weights):
-                    with suppress(Exception):
+                    try:
                         for _ in source:
                             pass
+                    except GatherFailed:
+                        raise
+                    except Exception as second:  # at the end of the source: the next one is gathered nevertheless
+                        error.add_note(f"In the gathers that followed: {second}")
                 raise
             # Only the main process writes checkpoints. Reading the original weights again needs no other rank
             if self._generation.accelerator.is_main_process:
