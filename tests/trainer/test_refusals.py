@@ -193,16 +193,17 @@ def started(tmp_path, model, train=None, **flags):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        ({"vllm_engine_kwargs": {"enforce_eger": True}}, r"sets \['enforce_eger'\], .* did you mean enforce_eager\?"),
+        ({"vllm_engine_kwargs": {"enforce_eger": True}}, r"sets enforce_eger \(did you mean enforce_eager\?\)"),
         ({"resume_from_checkpoint": "checkpoint-3"}, "resume_from_checkpoint='checkpoint-3': there is no such folder"),
     ],
 )
 def test_a_name_that_nothing_has_is_refused_before_the_policy_is_loaded(
     flags, text, checkpoint, tmp_path, monkeypatch
 ):
+    model = checkpoint("qwen3")
     monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_, **__: pytest.fail("a model was made"))
     with pytest.raises(ValueError, match=text):
-        started(tmp_path, checkpoint("qwen3"), **flags)
+        started(tmp_path, model, **flags)
 
 
 def test_a_folder_that_is_not_there_is_refused_by_its_name(no_engine, tmp_path, monkeypatch):
