@@ -4,6 +4,7 @@ CUDA_VISIBLE_DEVICES=1 python examples/async_gsm8k.py
 """
 
 import re
+from pathlib import Path
 
 from datasets import load_dataset
 
@@ -44,4 +45,5 @@ if __name__ == "__main__":
     )
     trainer = FP8AsyncGRPOTrainer(MODEL, right_number, args, data)
     trainer.train(resume_from_checkpoint="auto")
-    trainer.save_fp8_model("outputs/async_gsm8k/fp8")
+    if not Path("outputs/async_gsm8k/fp8").exists():  # else a finished run was started again
+        trainer.save_fp8_model("outputs/async_gsm8k/fp8")

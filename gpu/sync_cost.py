@@ -291,9 +291,9 @@ def name_parts(counted: Counted) -> None:
 
         setattr(owner, attribute, named)
 
-    def launch_over(table, *args) -> None:
+    def launch_over(table, *args, **kwargs) -> None:
         counted.pointed_at = sum(tensor.nbytes for tensor in table.tensors)
-        launch(table, *args)
+        launch(table, *args, **kwargs)
 
     launch, checksums._launch = checksums._launch, launch_over
     wrap(writer, "quantize_into", "FP8 weights: quantized, written, summed up")

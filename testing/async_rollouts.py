@@ -208,7 +208,9 @@ class NoTransfer:
 
 
 def random_samples(steps: int, seed: int = 0, tokens: int = 8) -> list[list[RolloutSample]]:
-    """Return batches of two groups of four samples, whose log-probs are those of no policy."""
+    """Return batches of two groups of four samples, whose log-probs are those of no policy. Each batch has the version
+    that the trainer has when accelerate's dispatcher takes the batch, in advance.
+    """
     rng = np.random.default_rng(seed)
     return [
         [
@@ -219,7 +221,7 @@ def random_samples(steps: int, seed: int = 0, tokens: int = 8) -> list[list[Roll
                 completion_mask=np.asarray([0] * 6 + [1] * tokens),
                 old_log_probs=rng.uniform(-5, -3, 6 + tokens).astype(np.float32),
                 advantage=float(rng.normal()),
-                model_version=1 + step,
+                model_version=max(1, step),
                 group_id=2 * step + i // 4,
                 metrics={"reward": float(rng.random())},
             )

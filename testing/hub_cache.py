@@ -6,10 +6,15 @@ from pathlib import Path
 
 from huggingface_hub import constants
 from pytest import MonkeyPatch
+from transformers import PreTrainedConfig
 
 
 NAME = "user/tiny"
 COMMITS = ["a" * 40, "b" * 40]  # the second is the main branch
+
+KEEPS_COMMITS = hasattr(
+    PreTrainedConfig(), "_commit_hash"
+)  # whether transformers notes a model's commit in its config
 
 
 def write_repository(folders: Sequence[str], cache: Path, monkeypatch: MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ class HubStandIn:
 
     def __init__(self):
         self.repos, self.commits, self.tokens = {}, [], set()
-        self.objects, self.uploads, self.broken_after = {}, [], None
+        self.objects, self.uploads, self.branches, self.broken_after = {}, [], [], None
         self.lock = threading.Lock()  # a client sends several files at once
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
@@ -77,6 +77,9 @@ class HubStandIn:
                 return {"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]}
             if rest[:1] in (["tree"], ["paths-info"]):
                 return [{"type": "file", "path": path, "size": len(files[path]), "oid": "0"} for path in files]
+            if rest[:1] == ["branch"]:
+                self.branches.append(rest[1])
+                return {}
             if rest[:1] == ["commit"]:
                 for line in body.decode().splitlines():
                     item = json.loads(line)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftConfig
 from transformers import TrainerCallback
 from trl.generation.vllm_client import VLLMClient
 
@@ -20,16 +21,16 @@ COUNTED = ("fp8/weight_version", "fp8/patch_over_whole", "fp8/lost_servers")  # 
 
 
 class Restart(TrainerCallback):
-    """Kills a server in a generation, `step` steps after the start, and lets another process take its place after the
-    next step. Made before a trainer is.
+    """Kills a server in a generation, `step` steps after the start, and lets another process, with the same `options`,
+    take its place after the next step. Made before a trainer is.
     """
 
-    def __init__(self, server: forked_server.ForkedServer, step: int, folder: Path):
+    def __init__(self, server: forked_server.ForkedServer, step: int, folder: Path, **options):
         self._server, self._step = server, step
         self._now = 0
         self._is_killed = False
         self._go = folder / "go"
-        self._spare = forked_server.spare(server, self._go, kv_cache_dtype="fp8")
+        self._spare = forked_server.spare(server, self._go, kv_cache_dtype="fp8", **options)
 
     def before_request(self, url: str) -> None:
         if url == self._server.url and self._now == self._step and not self._is_killed:
@@ -52,15 +53,15 @@ def trained(
     *,
     whole: bool,
     restart: Restart | None = None,
+    peft_config: PeftConfig | None = None,
     **flags,
 ) -> tuple[list[dict], list, dict[str, torch.Tensor], dict[str, list[float]]]:
     """Return of a run: its logged rows, all rollouts with their log-probs, its weights, and metrics in `COUNTED`."""
-    flags |= {"learning_rate": RATE, "lr_scheduler_type": "constant", "max_steps": steps}
+    flags = {"learning_rate": RATE, "lr_scheduler_type": "constant", "max_steps": steps} | flags
     flags |= {"vllm_mode": "server", "vllm_server_base_url": ",".join(server.url for server in servers)}
     callbacks = [] if restart is None else [restart]
-    trainer = FP8GRPOTrainer(
-        servers[0].model, reward_digits, arguments(folder, **flags), dataset(), callbacks=callbacks
-    )
+    options = {"callbacks": callbacks, "peft_config": peft_config}
+    trainer = FP8GRPOTrainer(servers[0].model, reward_digits, arguments(folder, **flags), dataset(), **options)
     rollouts = recorded(trainer.vllm_generation, "generate", lambda output, *_, **__: output[:3])
     generate = VLLMClient.generate
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from testing.processes import RANKS, free_port
 
@@ -16,9 +17,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # engines of two workers, or of two runs, must not listen on one port
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-# the same examples in every run: what fails is this commit's
+# The same examples in every run: what fails is this commit's. Hypothesis also draws numbers and texts that it finds in
+# the sources of imported modules, and which ones are imported depends on the tests that ran before in this process
 settings.register_profile("same", derandomize=True)
 settings.load_profile("same")
+if hasattr(providers, "_get_local_constants"):  # Hypothesis 6.131 and later
+    providers._get_local_constants = lambda: providers._local_constants  # as it is before modules are read: empty
 freeze, unfreeze = gc.freeze, gc.unfreeze
 gc.freeze = gc.unfreeze = lambda: None  # vLLM's calls, once for each engine, would undo `settled_heap`
 

@@ -71,7 +71,10 @@ class FP8Config:
     @property
     def _VALID_DICT_FIELDS(self) -> list[str]:  # noqa: N802, transformers' name
         """Return the fields that transformers parses if they are JSON."""
-        return super()._VALID_DICT_FIELDS + [name for group in self.groups() for name in group.AS_JSON]
+        fields_as_json = list(super()._VALID_DICT_FIELDS)
+        for group in self.groups():
+            fields_as_json += group.AS_JSON
+        return fields_as_json
 
     @classmethod
     def trl_config(cls) -> type:
@@ -86,7 +89,9 @@ class FP8Config:
     @property
     def any_fp8(self) -> bool:
         """Return whether weights or KV cache are FP8, that is, a flag in `OFF_VALUES` differs from its value."""
-        off_values = {name: off_value for group in self.groups() for name, off_value in group.OFF_VALUES.items()}
+        off_values = {}
+        for group in self.groups():
+            off_values |= group.OFF_VALUES
         return any(getattr(self, name) != off_value for name, off_value in off_values.items())
 
     @property

@@ -35,6 +35,7 @@ from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, make_lists, require_countable_experts
 from .recipe.from_model import outline_of
 from .recipe.recipe import FP8Recipe
+from .run.averaged import AveragedModel, has_average
 from .run.batch import Batch, Metric, Rollouts, require_own_name
 from .run.checkpoints import checkpoint_to_resume, require_ranks
 from .run.facts import trainer_precision
@@ -84,13 +85,13 @@ class FP8Rollouts(Saving):
 
     # TRL's GRPO trainer sets these attributes, and its other trainers lack them
     tools = environments = environment_factories = rollout_func = ref_model = None
-
-    has_prompts: ClassVar[bool] = True  # datasets have a column "prompt"
-    packed_forward = None  # method that runs the policy on packed sequences, if it takes no padded batch
+    has_prompts: ClassVar[bool] = True  # whether datasets have a column "prompt"
+    has_fused_head: ClassVar[bool] = True  # the policy has TRL's fused output head, which makes no logits of a batch
+    packed_forward = None  # method that runs the policy on packed sequences; None: the policy takes padded batches
     engine_module: ClassVar[str | None] = None  # where TRL looks up `VLLMGeneration`; None: in its trainer's module
 
     def __init__(self, model: Any, args: Any = None, **trainer_kwargs):
-        """Take the arguments of TRL's trainer, as keywords. `args` is a `config_class`; None: one with all defaults.
+        """Take the arguments of TRL's trainer, as keywords. `args`: a `config_class`; None: a config of all defaults.
 
         Raises:
             ValueError: `args` is no `config_class`, or the dataset, the model or the launch does not fit its flags.
@@ -105,7 +106,6 @@ class FP8Rollouts(Saving):
                 f"args is a {type(args).__name__}: {type(self).__name__} reads its FP8 flags from {config_name}. "
                 f"Replace {type(args).__name__}(...) by {config_name}(...), which takes the same arguments."
             )
-
         # Refuse what can be refused before a model is loaded
         model_kwargs = args.model_init_kwargs or {}
         if args.own_engine:
@@ -212,7 +212,7 @@ class FP8Rollouts(Saving):
             if args.vllm_mode == "server":
                 take_server_size(args, self.accelerator)
             self.recipe = args.recipe_for(self.model)
-            self.features = (Syncs(self),)
+            self.features = (Syncs(self), AveragedModel(self)) if has_average(args) else (Syncs(self),)
         for registration in registrations():
             if not registration.needs or hasattr(args, registration.needs):
                 for feature in registration.features(self):
@@ -221,7 +221,7 @@ class FP8Rollouts(Saving):
     def _make_generation(self, **kwargs) -> object:
         """Start the engine in place of TRL's `VLLMGeneration(**kwargs)`, when model, reference and datasets exist."""
         args = self.args
-        # If nothing needs this project's engine, TRL's starts. Colocated it fails on many CPUs (docs/migration.md)
+        # TRL's engine starts if nothing needs this project's, except colocated on a CPU: see docs/migration.md
         if not args.own_engine and (args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
             from trl.generation.vllm_generation import VLLMGeneration  # needs vllm, which TRL makes optional
 
@@ -248,14 +248,14 @@ class FP8Rollouts(Saving):
                 require_short_prompts(getattr(self, name), name, self.prompt_token_ids, self.context)
         check_launch(self.accelerator, engine_ranks)
         if args.save_strategy != "no" and self.accelerator.is_main_process:  # this process writes the weights
-            require_output(args, *checkpoint_bytes(self.model))
+            require_output(args, *checkpoint_bytes(self.model, has_average(args)))
 
         # Make the recipe, the features and the plan, and print the plan
         if args.own_engine:
             lock_folder(args.output_dir, self.accelerator)
-        # TRL leaves this copy out, and so does this trainer if nothing needs this project's engine
-        if args.own_engine and self.ref_model is not None:
-            load_on_all_ranks(self.ref_model, self.accelerator.device)
+            # With FSDP only some ranks may have loaded the reference, and TRL does not copy it to the others
+            if self.ref_model is not None:
+                load_on_all_ranks(self.ref_model, self.accelerator.device)
         self._make_features()
         if args.own_engine:
             self.plan = plan_for_model(self.model, self.recipe)
@@ -361,7 +361,7 @@ class FP8Rollouts(Saving):
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         try:
             return super().training_step(*args, **kwargs)
-        finally:  # not before the backward has ended, because gradient checkpointing runs the forward again in it
+        finally:  # not before the backward has ended, because gradient checkpointing repeats the forward in it
             self._end_loss()
 
     def _end_loss(self) -> None:
@@ -383,7 +383,7 @@ class FP8Rollouts(Saving):
         for name, values in list(self.logged.items()):
             if any(isinstance(value, Metric) for value in values):
                 require_own_name(name, values)
-                merged = reduce(or_, values).value
+                merged = reduce(or_, values).value  # `|` merges the metrics of two batches
                 self.logged[name] = [merged]
                 if math.isnan(merged):
                     del self.logged[name]

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.attention.backends import fa_utils
 
 from testing import tiny_models
-from testing.hub_cache import COMMITS, NAME, write_repository
+from testing.hub_cache import COMMITS, KEEPS_COMMITS, NAME, write_repository
 from trl_fp8.engine.vllm import platform
 from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platform import Cpu, Cuda, platform_of
@@ -40,6 +40,7 @@ def test_dummy_weights_and_the_recipes_config():
     assert made["hf_overrides"]["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
 
 
+@pytest.mark.skipif(not KEEPS_COMMITS, reason="this version of transformers keeps no commits")
 def test_the_engine_is_of_the_policys_commit(checkpoint, tmp_path, monkeypatch):
     assert "revision" not in arguments()  # nor for a model in a folder
     folders = [checkpoint("qwen3"), checkpoint("qwen3", intermediate_size=384)]
@@ -120,6 +121,22 @@ def test_linears_are_left_to_what_is_measured():
     assert replace(HOPPER, capability=(10, 0)).linear_backends(RECIPE) == ("cutlass", "deep_gemm", "triton")
     assert HOPPER.linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("cutlass",)
     assert Cpu().linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("auto",)
+
+
+def test_a_backend_in_the_users_kernel_config_is_not_overridden():
+    """vLLM prefers an argument `moe_backend` to the entry of that name."""
+    mixture = FP8Recipe(fp8_modules=("a",), fp8_experts=("b",))
+    assert arguments(mixture)["moe_backend"] == "triton"
+    made = arguments(mixture, user={"kernel_config": {"moe_backend": "marlin"}})
+    assert "moe_backend" not in made and made["kernel_config"] == {"moe_backend": "marlin"}
+    assert arguments(mixture, user={"moe_backend": "marlin"})["moe_backend"] == "marlin"
+    assert arguments(mixture, user={"kernel_config": {"enable_jit_warmup": False}})["moe_backend"] == "triton"
+
+
+def test_the_cache_of_a_cpu_engine_holds_as_many_sequences_as_the_user_allows():
+    expected = arguments(platform=Cpu(), max_num_seqs=512)["kv_cache_memory_bytes"]
+    made = arguments(platform=Cpu(), user={"max_num_seqs": 512})
+    assert made["kv_cache_memory_bytes"] == expected > arguments(platform=Cpu())["kv_cache_memory_bytes"]
 
 
 def test_mxfp8_starts_with_blackwell():

@@ -16,7 +16,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from testing.reference_experts import ReferenceExperts
 from trl_fp8.engine.vllm.cpu import reference_linear as cpu_linear
-from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
+from trl_fp8.engine.vllm.cpu.ops import PROVIDER, OneGroupRouter, register_cpu_ops
 from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.vllm.platform import CPU_KERNELS
 from trl_fp8.quantization.codec.blockwise import quantize_activation, quantize_weight
@@ -181,6 +181,18 @@ def test_gate_weights_of_groups_of_experts(scoring):
     assert (chosen.sum(1) == 6).all()
     expected = torch.where(chosen, 2.5 * scores / (scores * chosen).sum(1, keepdim=True), 0) + 1
     torch.testing.assert_close(route(logits, **some).double(), expected, rtol=2**-20, atol=0)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_the_bias_of_experts_without_groups_decides_which_are_chosen(scoring):
+    logits = random(ROWS, 8).float()
+    bias = 2 * torch.arange(8.0)  # differs by more than all scores do: the last two experts are chosen
+    router = OneGroupRouter(top_k=2, global_num_experts=8, scoring_func=scoring, e_score_correction_bias=bias)
+    weights, ids = router._compute_routing(logits, logits, None)
+    assert set(ids.flatten().tolist()) == {6, 7}
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    chosen = scores.gather(1, ids.long())
+    torch.testing.assert_close(weights, chosen / chosen.sum(1, keepdim=True))
 
 
 # ------------------------------------------------------------------------------------- functions of a row or a number

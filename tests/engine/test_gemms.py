@@ -90,6 +90,7 @@ def test_each_number_of_rows_that_decides_counts_as_much():
         ({"max_num_seqs": 64}, [8, 64]),
         ({"max_num_seqs": 32}, [8, 32]),
         ({"max_num_seqs": 4}, [4]),
+        ({"max_num_seqs": None}, [8, 64, 256]),
     ],
 )
 def test_no_more_rows_decide_than_an_engine_decodes(user, decides, monkeypatch):
@@ -295,6 +296,18 @@ def test_a_kernel_that_changes_with_the_batch_quantizes_large_ones_as_deep_gemm(
     assert kernel_scaling(kernel, 31).scale_format == "fp32"
 
 
+def test_a_quantizer_that_vllm_compiled_counts_as_torch_operations(monkeypatch):
+    """With compilation on vLLM wraps `forward_native` of a quantizer whose own kernel is off."""
+    register_cpu_kernel()
+    kernel, _ = reference("tensor", "fp32").kernel_and_layer((256, 128))
+    quant = kernel.quant_fp8
+    assert kernel_scaling(kernel).reciprocal
+    monkeypatch.setattr(quant, "_forward_method", torch.compile(quant.forward_native))
+    assert kernel_scaling(kernel).reciprocal
+    monkeypatch.setattr(quant, "_forward_method", quant.forward_cuda)
+    assert not kernel_scaling(kernel).reciprocal
+
+
 def test_a_division_by_a_scale_and_a_product_with_its_reciprocal_pass_one_check(dynamic, monkeypatch):
     """FlashInfer computes x * (448 / amax), vLLM x / (amax / 448): near a tie these are two codes."""
     apply, off = ReferenceFp8BlockKernel.apply_weights, []
@@ -346,6 +359,10 @@ def test_the_user_asks_for_one_of_them_or_for_something_else(monkeypatch):
     ]
     assert pinned({"linear_backend": "marlin"}) == pinned(None, FP8Recipe(fp8_modules=())) == {}
     assert len(asked) == 4
+    # vLLM would prefer an argument `linear_backend` to the entry of the user's kernel_config
+    assert pinned({"kernel_config": {"linear_backend": "cutlass"}}) == {"linear_backend": "cutlass"}
+    assert pinned({"kernel_config": {"linear_backend": "marlin"}}) == {}
+    assert pinned({"kernel_config": {"moe_backend": "triton"}}) == pinned(None)
 
 
 @pytest.mark.engine

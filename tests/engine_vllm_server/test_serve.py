@@ -11,7 +11,7 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from testing import tiny_models
-from testing.hub_cache import COMMITS, NAME, write_repository
+from testing.hub_cache import COMMITS, KEEPS_COMMITS, NAME, write_repository
 from trl_fp8.commands.cli import main
 from trl_fp8.commands.serve import SERVER, command
 from trl_fp8.engine.vllm.platform import platform_of
@@ -59,7 +59,8 @@ def test_vllm_reads_the_arguments_of_a_colocated_engine(checkpoint):
 def test_a_server_is_of_the_commit_that_the_user_names(checkpoint, tmp_path, monkeypatch):
     folders = [checkpoint("qwen3"), checkpoint("qwen3", intermediate_size=384)]
     write_repository(folders, tmp_path, monkeypatch)
-    for flags, commit in (([], COMMITS[1]), (["--revision", COMMITS[0]], COMMITS[0])):
+    newest = COMMITS[1] if KEEPS_COMMITS else None  # None: vLLM takes the newest
+    for flags, commit in (([], newest), (["--revision", COMMITS[0]], COMMITS[0])):
         assert parsed(command([NAME, *SIZES, *flags])[0]).revision == commit
 
 
@@ -163,11 +164,11 @@ def test_a_trainer_can_connect_to_the_address_in_the_text(host, url, checkpoint)
 
 
 def test_the_kernel_that_passes_its_check_is_pinned(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr(server_process, "pinned_gemm", lambda *args: {"linear_backend": "triton"})
+    monkeypatch.setattr(server_process, "pinned_gemm", lambda *args, **kwargs: {"linear_backend": "triton"})
     words, _, _ = command([checkpoint("qwen3"), *SIZES])
     assert words[words.index("--linear-backend") + 1] == "triton"
 
-    def none_passes(*args):
+    def none_passes(*args, **kwargs):
         raise RuntimeError("no kernel of vLLM's passes its check")
 
     monkeypatch.setattr(server_process, "pinned_gemm", none_passes)

@@ -45,7 +45,9 @@ def test_one_forward_with_a_server_of_other_kernels_is_refused_by_name(device, w
     monkeypatch.setattr(mirrored_generation, "ServerGeneration", lambda **kwargs: SimpleNamespace(numerics="other"))
     generation = object.__new__(MirroredGeneration)
     generation.accelerator = SimpleNamespace(device=torch.device(device), print=print)
-    generation.tensor_parallel_size, generation._server_kwargs = workers, {}
+    # TRL's argument is the user's flag: nobody has to set it to the server's number of workers
+    generation.tensor_parallel_size, generation._server_kwargs = 1, {}
+    generation.recipe = SimpleNamespace(tensor_parallel_size=workers)
     with pytest.raises(ValueError, match=message):
         generation._init_vllm()
 

@@ -1,7 +1,7 @@
 """Deliveries to two servers, one of which fails. The servers are objects here."""
 
-import threading
 from contextlib import nullcontext
+from itertools import count
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ from trl_fp8.sync.delivery import InPlaceDelivery
 class Trainer:
     """A policy and two servers, http://a and http://b."""
 
-    def __init__(self, folder, **changed_of_b):
+    def __init__(self, folder, patience=0.5, **changed_of_b):
         self.policy = tiny_models.build()
         recipe = recipe_for_model(self.policy)
         self.a, self.b = Server(self.policy, recipe), Server(self.policy, recipe)
         self.a.base_url, self.b.base_url = "http://a", "http://b"
         self.b.start("b")
         self.b.changed = changed_of_b
-        self.engine = StagedEngine([self.a, self.b], self.policy, recipe, str(folder), patience=0.5)
+        self.engine = StagedEngine([self.a, self.b], self.policy, recipe, str(folder), patience=patience)
         carried = SomeScales(self.engine.kv_scales(), 2)
         self.delivery = InPlaceDelivery(self.engine, self.policy, recipe, carried=carried)
 
@@ -53,19 +53,23 @@ def trainer(tmp_path):
 
 
 class Gone:
-    """A server that answers nothing inside the block."""
+    """A server that answers nothing inside the block, or not its first `calls` calls."""
 
-    def __init__(self, server):
-        self._server = server
+    def __init__(self, server, calls=None):
+        self._server, self._calls = server, calls
 
     def __enter__(self):
+        calls = count(1)
+
         def called(name):
+            if next(calls) == self._calls:  # the last one
+                del self._server.called
             raise ServerGone(f"the server at {self._server.base_url} does not answer")
 
         self._server.called = called
 
     def __exit__(self, *error):
-        del self._server.called
+        vars(self._server).pop("called", None)
 
 
 def warnings(caplog, text):
@@ -120,14 +124,18 @@ def test_without_any_server_the_sync_waits_for_one_and_then_ends_with_the_error(
 
 def test_without_any_server_the_sync_goes_on_with_the_first_one_that_answers_again(trainer, caplog):
     trainer.sync()
-    starting = threading.Timer(0.2, lambda: delattr(trainer.b, "called"))
-    with Gone(trainer.a):
-        Gone(trainer.b).__enter__()
-        starting.start()
+    with Gone(trainer.a), Gone(trainer.b, calls=1):
         assert trainer.sync() == [[], [True]]
     assert not warnings(caplog, "is repeated")
     trainer.require_held(trainer.b)
     assert trainer.sync() == [[False], [True]]
+
+
+def test_every_server_is_called_before_the_patience_ends(tmp_path):
+    trainer = Trainer(tmp_path, patience=0)
+    trainer.sync()
+    with Gone(trainer.a):
+        assert trainer.sync() == [[], [True]]
 
 
 def test_a_server_that_was_started_again_before_a_generation_is_left_out_of_it(trainer, caplog):

@@ -34,6 +34,16 @@ def test_verify_and_refusals_of_export_say_it_in_a_line(tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("content", [b'{"config.json": "', b"", b"\xff\xfe", b"[]"])
+def test_checksums_that_cannot_be_read_are_named(content, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file_checksums.CHECKSUMS).write_bytes(content)
+    for words in (["verify", str(tmp_path)], ["push", str(tmp_path), "user/model"]):
+        assert main(words) == 2
+        said = f"trl-fp8: folder={str(tmp_path)!r}: its checksums.json is damaged. Fetch or export it again.\n"
+        assert capsys.readouterr().err == said
+
+
 def test_a_snapshot_in_the_hubs_cache_is_verified_through_its_links(tmp_path, capsys):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "commit"
     blobs.mkdir()

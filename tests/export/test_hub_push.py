@@ -47,6 +47,12 @@ def test_a_push_ends_with_exactly_the_files_of_the_export(hub, export):
     )
 
 
+def test_a_branch_that_does_not_exist_is_created(hub, export):
+    folder = export("fp8")
+    push_export(folder, "user/policy-FP8", token="t", revision="v2")
+    assert hub.branches == ["v2"] and hub.repos["user/policy-FP8"] == contents(folder)
+
+
 def test_an_interrupted_push_is_completed_by_repeating_it(hub, export):
     folder = export("fp8", shard_bytes=100_000)
     shards = len(list(folder.glob("*.safetensors")))

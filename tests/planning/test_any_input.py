@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture.providers import HypothesisProvider
 
 from testing import published
 from trl_fp8.commands.cli import main
@@ -104,7 +105,21 @@ def folder(tmp_path_factory):
         yield folder
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_examples_do_not_depend_on_the_modules_that_other_tests_imported():
+    """Hypothesis reads numbers and texts from the sources of imported modules."""
+    provider = HypothesisProvider(None)
+    for kind in ("integer", "float", "bytes", "string"):
+        assert not provider._local_constants.set_for_type(kind), kind
+
+
+# A busy host needs minutes. Hypothesis takes pytest's timeout for a failure of the example that is running, runs it
+# again and calls the test flaky. `too_slow` counts seconds, too, in which the first examples are drawn
+@pytest.mark.timeout(900)
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     name=st.sampled_from(NAMES),
     lines=st.one_of(st.none(), st.dictionaries(st.sampled_from(KEYS), ODD, max_size=3)),
@@ -127,7 +142,11 @@ def test_every_input_has_an_answer_or_one_message(folder, name, lines, words):
 
 
 @given(content=st.one_of(st.binary(max_size=12), st.sampled_from([b"[]", b"null", b"{}", b'"x"', b"[" * 10**5])))
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 def test_a_config_of_any_bytes_has_one_message(folder, content):
     (folder / "config.json").write_bytes(content)
     status, out, err = outcome(["plan", str(folder)])

@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from testing import other_models, tiny_models
 from testing.matrix.families import FAMILIES
+from testing.runs import arguments, training
 from trl_fp8.policy.stored_weights import (
+    load_adapter,
     load_weights,
-    require_adapter,
     unsaved_beside_adapters,
     weight_files,
 )
@@ -117,13 +118,50 @@ def test_all_that_peft_trains_is_in_its_checkpoint(options, tmp_path):
     model = adapted(**options)
     model.save_pretrained(tmp_path)
     assert unsaved_beside_adapters(model) == []
-    require_adapter(model, tmp_path)
+    load_adapter(model, tmp_path)
     model.base_model.model.lm_head.weight.requires_grad_()
     assert unsaved_beside_adapters(model) == ["base_model.model.lm_head.weight"]
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_the_adapter_that_is_trained_comes_back_beside_others(name, tmp_path):
+    """PEFT writes "default" into the folder, and each other adapter into a folder of its own."""
+    config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    models = []
+    for seed in (1, 2):
+        base = tiny_models.build("qwen3")  # sets a seed, too
+        torch.manual_seed(seed)
+        models.append(get_peft_model(base, config, adapter_name=name))
+        models[-1].add_adapter("ref", config)
+    stored, live = models
+    stored.save_pretrained(tmp_path)
+    weights, before = stored.state_dict(), {key: tensor.clone() for key, tensor in live.state_dict().items()}
+    load_adapter(live, tmp_path)
+    for key, tensor in live.state_dict().items():
+        is_trained = f".lora_A.{name}." in key or f".lora_B.{name}." in key
+        assert torch.equal(tensor, (weights if is_trained else before)[key]), key
+        assert not is_trained or not torch.equal(tensor, before[key])
+
+
+def test_a_run_whose_reference_is_a_copy_of_its_adapter_resumes_with_the_adapter(checkpoint, tmp_path):
+    """TRL copies the adapter of a `PeftModel` to an adapter "ref" if beta > 0. Without an engine, with FP8 off."""
+    flags = {"use_vllm": False, "fp8_weights": False, "kv_cache_dtype": "auto", "beta": 0.1, "learning_rate": 1e-2}
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1, **flags)
+    weights = []
+    for resumed_from in (None, str(tmp_path / "checkpoint-2")):
+        torch.manual_seed(0)  # decides the adapter that training starts from
+        base = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.float32)
+        with training(get_peft_model(base, LoraConfig(task_type="CAUSAL_LM")), args) as trainer:
+            trainer.train(resume_from_checkpoint=resumed_from)
+            state = trainer.model.state_dict()
+        weights.append({name: tensor.clone() for name, tensor in state.items() if ".lora_" in name})
+    whole, resumed = weights
+    assert any(".ref." in name for name in whole)
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
 
 
 def test_an_adapter_of_fewer_modules_is_refused(tmp_path):
     adapted(target_modules=["q_proj"]).save_pretrained(tmp_path)
     model = adapted(target_modules=["q_proj", "v_proj"])
     with pytest.raises(ValueError, match="lacks .*layers.0.self_attn.v_proj.lora_A.weight and 3 more, which the run"):
-        require_adapter(model, tmp_path)
+        load_adapter(model, tmp_path)

@@ -159,6 +159,29 @@ def test_ceil_pow2_is_exact_at_and_around_every_power():
     assert torch.equal(ceil_pow2(above), powers * 2)
     assert torch.equal(ceil_pow2(below)[1:], powers[1:])
     assert torch.isnan(ceil_pow2(torch.tensor([torch.nan])))
+    largest = torch.tensor([torch.finfo(torch.float32).max, torch.inf])
+    assert torch.isinf(ceil_pow2(largest)).all()
+    subnormal = torch.tensor([1.0, 2.0, 3.0, 5.0]) * 2.0**-149
+    assert torch.equal(ceil_pow2(subnormal), torch.tensor([1.0, 2.0, 4.0, 8.0]) * 2.0**-149)
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def test_a_power_of_two_is_made_by_exact_operations_alone():
+    """CUDA's pow, exp2 and log2 may be off in the last place, and torch's ldexp calls pow."""
+    with Operations() as called:
+        ceil_pow2(torch.tensor([0.75, 1.0, 1.25]))
+    assert "frexp" in called.names and not called.names & {"pow", "exp2", "log2", "ldexp", "exp", "log"}, called.names
 
 
 class PeakBytes(TorchDispatchMode):

@@ -57,6 +57,12 @@ def test_bad_amax_names_the_layer_and_never_becomes_one(bad):
         kv_scales_from_amax(amax)
 
 
+def test_a_subnormal_amax_does_not_become_a_scale_of_one():
+    """Over 448 it is 0 in FP32."""
+    scales = kv_scales_from_amax(torch.full((1, 3), 2.0**-149)).values
+    assert torch.equal(scales, torch.full((1, 3), 2.0**-126)), scales
+
+
 def tokens_of_head(tokens: int, heads: int, size: int, seed: int) -> torch.Tensor:
     """`[T, heads, D]`, normal; every head and channel with another standard deviation."""
     generator = torch.Generator().manual_seed(seed)

@@ -40,6 +40,16 @@ def without_vllm(monkeypatch):
     monkeypatch.setattr("trl_fp8.commands.plan_command.find_spec", lambda name: None)
 
 
+@pytest.mark.parametrize("gpus", ["1", "8"])
+def test_a_plan_of_a_model_without_layers_is_one_line(gpus, tmp_path, capsys):
+    config = published.CONFIGS["Qwen/Qwen3-8B"] | {"num_hidden_layers": 0, "max_window_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", str(tmp_path), "--gpus", gpus]) == 2
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if line.startswith("trl-fp8: ")]
+    assert out == "" and "num_hidden_layers=0" in line
+
+
 @pytest.mark.parametrize(
     "model_type, named",
     [

@@ -3,15 +3,21 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+from trl_fp8.run import checkpoints as module
 from trl_fp8.run.checkpoints import (
     checkpoint_to_resume,
     checkpoints,
     forget_rollouts,
+    has_optimizer,
     marker,
     require_ranks,
+    sampling_of,
     save_rollouts,
 )
+from trl_fp8.run.saving import Saving
 
 
 @pytest.fixture
@@ -68,3 +74,52 @@ def test_rollouts_of_another_number_of_processes_are_refused(run):
         require_ranks(folder, 3)
     forget_rollouts(folder)  # the checkpoint is written again
     require_ranks(folder, 3)
+
+
+class Trainer:
+    """As much of a trainer as `Saving` needs to resume."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        pass
+
+
+class Resumed(Saving, Trainer):
+    features = ()
+    is_deepspeed_enabled = is_fsdp_enabled = False
+
+    def __init__(self, folder, steps_per_generation=4):
+        self.accelerator = SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+        self.accelerator.is_main_process = True
+        self.args = SimpleNamespace(output_dir=str(folder), own_engine=True, load_best_model_at_end=False)
+        self.args.steps_per_generation = steps_per_generation
+        vars(self.args).update(temperature=1.0, top_p=1.0, top_k=0, min_p=None, generation_kwargs=None)
+        self.model = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 8])
+def test_rollouts_of_another_number_of_slices_are_refused(steps, run):
+    """With fewer a resumed run would train twice on some of them, with more it would end with an IndexError."""
+    folder = str(run / "checkpoint-9")
+    trainer = Resumed(run, steps)
+    save_rollouts(folder, trainer.accelerator, 6, [{"prompt_ids": torch.ones(1, 2)}] * 4, sampling_of(trainer.args))
+    if steps == 4:
+        trainer._load_optimizer_and_scheduler(folder)
+        assert trainer._step == 6 and len(trainer._buffered_inputs) == 4
+        return
+    said = f"falls into a generation with steps_per_generation=4.*this run has steps_per_generation={steps}"
+    with pytest.raises(ValueError, match=said):
+        trainer._load_optimizer_and_scheduler(folder)
+
+
+def test_machines_that_do_not_share_checkpoints_are_refused(run, monkeypatch):
+    """With 'auto' those without a checkpoint would start from the beginning, while the others resume."""
+    monkeypatch.setattr(module, "gather_object", lambda names: [*names, *names, "none"])
+    said = r"the same checkpoints on all machines.*: checkpoint-9 \(2 of 3 ranks\), none \(1 of 3 ranks\)\. Set"
+    with pytest.raises(ValueError, match=said):
+        Resumed(run).train("auto")
+
+
+def test_a_checkpoint_of_weights_alone_is_told_from_a_whole_one(run):
+    assert not has_optimizer(run / "checkpoint-9")
+    (run / "checkpoint-9" / "rng_state_0.pth").touch()
+    assert has_optimizer(run / "checkpoint-9")

@@ -4,6 +4,7 @@ import socket
 import time
 from pathlib import Path
 
+import datasets
 import httpx
 import pytest
 from huggingface_hub import HfApi
@@ -64,6 +65,27 @@ def test_folders_and_builders_of_datasets_need_no_hub(here, checkpoint, monkeypa
     require_dataset("json", "dataset_name")
     with pytest.raises(OSError, match="cannot be asked"):
         require_dataset("jsn", "dataset_name")
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("openai/gsm8k", "openai___gsm8k"), ("trl-lib/DeepMath-103K", "trl-lib___deep_math-103_k"), ("C4", "c4")],
+)
+def test_a_dataset_in_the_cache_needs_no_hub(name, folder, here, monkeypatch):
+    """`load_dataset` writes names in camel case as snake case."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(here / "cache"))
+    answering(monkeypatch, httpx.ConnectError("offline"))
+    with pytest.raises(OSError, match="cannot be asked"):
+        require_dataset(name, "dataset_name")
+    (here / "cache" / folder).mkdir(parents=True)
+    require_dataset(name, "dataset_name")
+
+
+def test_addresses_are_left_to_the_library_that_reads_them(here, monkeypatch):
+    questions = answering(monkeypatch, False)
+    for address in ("hf://datasets/openai/gsm8k", "hf://buckets/user/bucket/data", "buckets/user/bucket"):
+        require_dataset(address, "dataset_name")
+    assert questions == []
 
 
 def test_an_unreachable_hub_costs_no_retries(here, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from transformers.trainer_utils import rotate_checkpoints
 
 from testing.fake_rollout_engine import FakeEngineTrainer, FakeRolloutEngine, SimulatedScales
-from testing.runs import SMALL_K3, arguments, dataset, reward_digits, rows
+from testing.runs import SMALL_K3, arguments, dataset, recorded, reward_digits, rows
 from trl_fp8.engine import protocol
 from trl_fp8.engine.protocol import Delivery, RolloutEngine
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES
@@ -121,6 +121,35 @@ def test_an_old_checkpoint_is_deleted_only_when_a_newer_one_is_whole(checkpoint,
     FakeEngineTrainer(checkpoint("qwen3"), reward_digits, args, dataset()).train()
     assert whole == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"]]
     assert [path.name for path in checkpoints(tmp_path)[0]] == ["checkpoint-2"]
+
+
+def test_a_checkpoint_of_weights_alone_is_resumed_from_with_a_warning(checkpoint, tmp_path, caplog):
+    flags = {"kv_cache_dtype": "auto", "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    for name, weights_alone in (("whole", False), ("weights", True)):
+        args = arguments(tmp_path / name, save_only_model=weights_alone, **flags)
+        FakeEngineTrainer(checkpoint("qwen3"), reward_digits, args, dataset()).train()
+        caplog.clear()
+        trainer = FakeEngineTrainer(checkpoint("qwen3"), reward_digits, args, dataset())
+        trainer.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-1"))
+        assert ("the learning rate schedule begin anew" in caplog.text) == weights_alone
+        assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("step", [2, 4, 5])
+def test_a_run_that_is_resumed_in_a_later_epoch_takes_the_prompts_of_that_epoch(step, checkpoint, tmp_path):
+    """An epoch has 4 steps of 2 prompts here. TRL draws the orders of all epochs from one generator."""
+    flags = {"kv_cache_dtype": "auto", "save_strategy": "steps", "save_steps": 1, "max_steps": 8}
+    args = arguments(tmp_path, **flags)
+
+    def prompts_of(resume=None):
+        trainer = FakeEngineTrainer(checkpoint("qwen3"), reward_digits, args, dataset(8))
+        prompts = recorded(trainer, "_generate", lambda output, prompts: list(prompts))
+        trainer.train(resume_from_checkpoint=resume)
+        return prompts
+
+    whole = prompts_of()
+    assert len(whole) == 8 and whole[:4] != whole[4:]
+    assert prompts_of(str(tmp_path / f"checkpoint-{step}")) == whole[step:]
 
 
 def test_an_error_of_any_kind_is_raised_on_all_ranks():

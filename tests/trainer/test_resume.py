@@ -27,8 +27,9 @@ pytestmark = pytest.mark.engine
         {"gradient_accumulation_steps": 2, "steps_per_generation": 6, "simulate_kv_cache": True},
         {"fp8_base": True, "fp8_forward": "one_forward", "num_iterations": 3, "beta": 0.02, "learning_rate": 1e-2},
         {"merged": True, "beta": 0.02, "learning_rate": 1e-2},
+        {"beta": 0.02, "sync_ref_model": True, "ref_model_mixup_alpha": 0.5, "ref_model_sync_steps": 1},
     ],
-    ids=["full", "iterations", "generation-of-three-steps", "adapters", "merged-adapters"],
+    ids=["full", "iterations", "generation-of-three-steps", "adapters", "merged-adapters", "averaged-reference"],
 )
 def test_a_resumed_run_continues_as_if_it_had_not_been_interrupted(options, checkpoint, tmp_path):
     options = dict(options)

@@ -173,6 +173,26 @@ def test_flags_of_accelerate_go_to_accelerate_and_others_to_the_script(here, no_
     assert args.config_file.endswith("fsdp2.yaml") and Path(args.config_file).exists()
 
 
+@pytest.mark.parametrize(
+    "words", [["--accelerate_config", "zero3"], ["--accelerate_config=zero3"], ["--accelerate-config", "zero3"]]
+)
+def test_the_command_line_overrides_the_accelerate_config_of_a_run_config(words, here, no_hub, monkeypatch):
+    path = settings(accelerate_config="fsdp2")
+    assert launched(monkeypatch, "--config", path).config_file.endswith("fsdp2.yaml")
+    args = launched(monkeypatch, "--config", path, *words)
+    assert args.config_file.endswith("zero3.yaml") and args.training_script == SCRIPT
+
+
+def test_what_the_hub_has_is_left_to_the_processes_if_the_run_config_moves_its_cache(here, monkeypatch):
+    """This process has read HF_HOME before the file set it; the processes of the run begin with the file's value."""
+    monkeypatch.setattr(train, "require_task", Mock(side_effect=OSError("the Hub cannot be asked")))
+    for name in ("HF_HOME", "WANDB_PROJECT"):
+        monkeypatch.setenv(name, "before")
+    args = launched(monkeypatch, "--config", settings(env={"HF_HOME": "/data/hf", "WANDB_PROJECT": "x"}))
+    assert args.training_script == SCRIPT and os.environ["HF_HOME"] == "/data/hf"
+    assert main(["train", "--config", settings(env={"WANDB_PROJECT": "x"})]) == 2
+
+
 def test_accelerate_receives_true_and_false_of_a_run_config_as_it_parses_them(here, no_hub, monkeypatch):
     values = {"fsdp_reshard_after_forward": False, "zero3_init_flag": True, "fp8_pad_inner_dim": False}
     values |= {"parallelism_config_sp_seq_length_is_variable": False}  # accelerate's type is `bool`
@@ -277,6 +297,10 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
     "there is no module 'no.such', neither installed nor in": ({}, "--reward_funcs no.such.digits"),
     "TRL's are fsdp2, multi_gpu, single_gpu, zero1, zero2, zero3.": ({}, "--accelerate_config fsdp3"),
     "--accelerate_config wrong.yaml: A `distributed_type` must be specified": ({}, "--accelerate_config wrong.yaml"),
+    "--accelerate_config broken.yaml: while parsing": ({}, "--accelerate_config broken.yaml --num_processes 2"),
+    "--accelerate_config alone.yaml has no num_processes. Add it": ({}, "--accelerate_config alone.yaml"),
+    "Expected a value after `--accelerate_config`.": ({}, "--accelerate_config"),
+    "accelerate launch: You need to use at least 2 processes": ({"multi_gpu": True}, "--num_processes 1"),
     "--max_steps: invalid int value: 'many'": ({"max_steps": "many"}, ""),
     "--max_steps: invalid int value: '[1, 2]'": ({"max_steps": [1, 2]}, ""),
     "--max_steps: invalid int value: ''": ({"max_steps": ""}, ""),
@@ -319,6 +343,8 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
 def test_a_mistake_is_one_line_before_anything_is_launched(said, here, no_hub, capfd):
     changed, words = MISTAKES[said]
     (here / "wrong.yaml").write_text("num_proceses: 8")
+    (here / "broken.yaml").write_text("num_processes: [")
+    (here / "alone.yaml").write_text("distributed_type: MULTI_GPU")
     assert main(["train", "--config", settings(**changed), *words.split()]) == 2
     assert_only(said.replace("{here}", str(here)), capfd.readouterr().err)
 

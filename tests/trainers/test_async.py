@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker
+from trl.experimental.async_grpo.packing import TreeRow
 
 from testing import forked_server
 from testing.async_rollouts import (
@@ -35,7 +36,7 @@ from testing.processes import fork
 from testing.runs import SHORT, SMALL_K3, arguments, dataset, recorded, reward_digits, rows
 from trl_fp8 import FP8AsyncGRPOConfig, FP8AsyncGRPOTrainer, FP8GRPOTrainer
 from trl_fp8.engine.vllm_server.plugin import FOLDER, TOKEN
-from trl_fp8.trainers.versioned_samples import DROPPED, VERSIONS
+from trl_fp8.trainers.versioned_samples import DROPPED, OLDEST_VERSION, VERSIONS, VersionedCollator
 
 
 OFF = {"fp8_weights": False, "kv_cache_dtype": "auto"}
@@ -337,16 +338,32 @@ def replayed(checkpoint, folder, batches, earlier=(), **flags):
     )
 
 
-def test_samples_of_versions_that_this_run_has_not_sent_are_dropped(checkpoint, tmp_path):
+def test_samples_of_versions_that_this_run_has_not_sent_are_dropped(checkpoint, tmp_path, caplog):
+    """A worker that outlived another run made them: with a lower version, or a higher one if that run was longer."""
     [samples] = random_samples(1, seed=1)
     found = []
-    for earlier in ([], [replace(sample, model_version=0) for sample in samples]):
+    for version in (None, 0, 9):
+        earlier = [] if version is None else [replace(sample, model_version=version) for sample in samples]
         flags = {"rollout_correction": "fp8_token_tis"}
-        trainer = replayed(checkpoint("qwen3"), tmp_path / str(len(earlier)), random_samples(2), earlier, **flags)
+        caplog.clear()
+        trainer = replayed(checkpoint("qwen3"), tmp_path / str(version), random_samples(2), earlier, **flags)
         trainer.train()
         [row] = rows(trainer)
-        found.append((row["loss"], row["grad_norm"]))
-    assert found[0] == found[1] and row[DROPPED] == len(samples)
+        found.append((row["loss"], row["grad_norm"], row.get(DROPPED, 0), row["staleness/age_mean"]))
+        warned = [record.message for record in caplog.records if "are dropped" in record.message]
+        assert [f"samples of version {version}" in text for text in warned] == [True] * bool(earlier)
+    assert found == [(*found[0][:2], dropped, 0) for dropped in (0, len(samples), len(samples))]
+
+
+def test_all_ranks_know_the_oldest_sample_of_a_batch():
+    """KV scales follow what clipped under the scales of these samples, and all ranks send the same scales."""
+    [samples] = random_samples(1)
+    packed = [TreeRow(), TreeRow()]  # of two ranks
+    for row, sample, version in zip(packed, samples, (3, 2), strict=False):
+        names = ("input_ids", "completion_mask", "old_log_probs", "advantage", "group_id", "metrics")
+        row.add({name: getattr(sample, name) for name in names} | {"model_version": version})
+    batch = VersionedCollator(pad_token_id=0, num_processes=2).torch_call([packed])
+    assert batch[OLDEST_VERSION].tolist() == [2, 2] and batch[VERSIONS].tolist() == [[3] * 8, [2] * 8]
 
 
 def log_ratios(model, batch):

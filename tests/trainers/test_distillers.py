@@ -2,14 +2,20 @@
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from trl.experimental.iw_opd.iw_opd_trainer import _RepeatBatchDataLoader
 
 from testing.other_trainers import KINDS, config_of, options_of
 from testing.runs import column, dataset, recorded, rows, training
-from trl_fp8 import FP8SDFTTrainer, rollouts
+from trl_fp8 import FP8GOLDTrainer, FP8SDFTTrainer, rollouts
 from trl_fp8.recipe.names import NOWHERE
+from trl_fp8.trainers.iw_opd_trainer import skip_repeated_batches
 
 
 OFF = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}
@@ -169,3 +175,34 @@ def test_a_generation_without_a_sync_is_refused(tmp_path):  # by TRL for IW-OPD'
     with pytest.raises(ValueError, match="vllm_sync_frequency=2 with FP8GOLDConfig: .*Set vllm_sync_frequency=1"):
         config_of("gold", tmp_path, vllm_sync_frequency=2)
     assert config_of("gold", tmp_path, vllm_sync_frequency=2, **OFF).vllm_sync_frequency == 2
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_refused_where_trl_makes_their_tokens_only_for_the_loss(column):
+    trainer = object.__new__(FP8GOLDTrainer)
+    trainer.args = SimpleNamespace(own_engine=True)
+    trainer.train_dataset = Dataset.from_list([{"messages": [], column: None}])
+    message = f"train_dataset has a column '{column}', and FP8GOLDTrainer takes no images with FP8 rollouts"
+    with pytest.raises(ValueError, match=message):
+        trainer._make_own_generation()
+
+
+def test_skipping_batches_keeps_their_repetition():
+    loader = _RepeatBatchDataLoader(DataLoader(list(range(6)), batch_size=2), repeat_count=2)
+    rest = skip_repeated_batches(loader, 2)
+    assert [batch.tolist() for batch in rest] == [[2, 3], [2, 3], [4, 5], [4, 5]] and len(rest) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_knows_whether_its_policy_has_trls_fused_head(kind, checkpoint, tmp_path, monkeypatch):
+    """Without the head a calibration of KV scales must ask for one row of logits, else it gets those of all tokens."""
+    trainer_class = KINDS[kind][2]
+    fused = []
+    for module in {sys.modules[base.__module__] for base in trainer_class.__mro__}:
+        if hasattr(module, "add_fused_lm_head"):
+            monkeypatch.setattr(module, "add_fused_lm_head", lambda model, **_: fused.append(model))
+    options = options_of(kind, checkpoint("llama"))
+    options["train_dataset"] = options.pop("train")
+    options = {name: value for name, value in options.items() if value is not None}
+    trainer_class(model=checkpoint("qwen3"), args=config_of(kind, tmp_path, **OFF), **options)
+    assert trainer_class.has_fused_head == bool(fused)

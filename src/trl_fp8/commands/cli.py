@@ -23,22 +23,24 @@ def main(words: list[str] | None = None) -> int:
     """
     quiet()
     words = sys.argv[1:] if words is None else words
+    name = words[0] if words else ""
     with ended_by_ctrl_c(lambda: "stopped"):
-        if words[:1] in (["train"], ["plan"], ["serve"]):  # commands that import TRL or vLLM
+        if name in ("train", "plan", "serve"):  # commands that import TRL or vLLM
             try:
                 require_versions()
             except ImportError as error:
                 return refuse(error)
-        if words[:1] == ["train"]:
+        if name == "train":
             return train.launch(words[1:])
-        if words[:1] == ["serve"]:
+        if name == "serve":
             from . import serve  # its `run` replaces this process by vLLM's server
 
             return serve.run(words[1:])
         try:
-            if words[:1] == ["doctor"]:
+            if name == "doctor":
                 return doctor.run(words[1:])
-            print(_plan(words[1:]) if words[:1] == ["plan"] else _command(words), flush=True)
+            text = _plan(words[1:]) if name == "plan" else _command(words)
+            print(text, flush=True)
         except BrokenPipeError:
             # The reader of stdout (`| head`) is gone. Python flushes stdout at exit, so let that go to /dev/null
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

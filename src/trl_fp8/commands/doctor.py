@@ -94,8 +94,10 @@ def run(words: list[str]) -> int:
         }
         text = json.dumps(report, indent=1)
     else:
-        text = f"{', '.join(f'{status}: {number}' for status, number in count.items())}; {seconds:.0f} s"
-        text += ". For a bug report: trl-fp8 doctor --json" if count[FAULT] else ""
+        counts = ", ".join(f"{status}: {number}" for status, number in count.items())
+        text = f"{counts}; {seconds:.0f} s"
+        if count[FAULT]:
+            text += ". For a bug report: trl-fp8 doctor --json"
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
     return int(count[FAULT] > 0)
@@ -106,7 +108,7 @@ def _exit_on_signals() -> Iterator[None]:
     """Raise SystemExit on SIGTERM and SIGHUP inside the block, so that the child is killed and the GPU is free."""
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # else keep it: `nohup` lets a process ignore SIGHUP
+        if signal.getsignal(number) is signal.SIG_DFL:  # keep others: `nohup` lets a process ignore SIGHUP
             before[number] = signal.signal(number, lambda received, _: sys.exit(128 + received))
     try:
         yield
@@ -160,7 +162,8 @@ def compiler() -> Verdict:
     missing = []
     for variable, names in (("CC", ("gcc", "clang", "cc")), ("CXX", ("g++", "clang++", "c++"))):
         chosen = os.environ.get(variable)
-        if not any(shutil.which(name) for name in (chosen.split()[:1] if chosen else names)):
+        candidates = chosen.split()[:1] if chosen else names  # CC="gcc -m64" names gcc
+        if not any(shutil.which(name) for name in candidates):
             missing.append(f"{variable}={chosen!r}" if chosen else " or ".join(names[:2]))
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing.append("Python.h")
@@ -198,7 +201,7 @@ def gpu() -> Verdict:
 
 
 def cache_folders() -> dict[str, Path]:
-    """Return environment variable -> the folder that it sets for compiled code, or else that folder's default."""
+    """Return the folders for compiled code, set or default, each under the environment variable that sets it."""
     temporary = Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108, Python's own choice
     home = Path(os.environ.get("HOME") or temporary)
     root = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")

@@ -29,9 +29,10 @@ LARGE_K3 = 0.1
 
 
 class Machine:
-    """The checks in `IN_CHILD`, each in a method of that name. Later ones use the policy and trainer of earlier ones.
+    """Runs the checks named in `IN_CHILD`, each in a method: "exact casts" in `exact_casts`.
 
-    A check returns its status and text. Any error that it raises is a fault.
+    A check returns its status and text. Any error that it raises is a fault. Later checks use the policy and the
+    trainer of earlier checks.
 
     Args:
         folder: Existing folder for policy and run.
@@ -163,7 +164,7 @@ class Machine:
         values = [row["mismatch/k3_kl"] for row in self.trainer.state.log_history if "mismatch/k3_kl" in row]
         k3 = max(values, key=lambda value: (isnan(value), value))  # NaN if any value is NaN
         text = f"{STEPS} steps; audits passed ({report.audited_tensors} tensors); mismatch/k3_kl {k3:.2g}"
-        if not k3 < LARGE_K3:
+        if isnan(k3) or k3 >= LARGE_K3:
             return FAULT, f"{text}, not below {LARGE_K3}: rollouts are not the policy's. Report it with --json."
         return OK, text
 

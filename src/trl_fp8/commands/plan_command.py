@@ -39,7 +39,8 @@ COUNTED = {
     "lora_modules_to_save": (None,),
     "lora_target_parameters": (None,),
 }
-# Flag of a plan -> (attribute that it sets: the flag of `trl-fp8 train`, if there is one; metavar, type, help)
+# Flag of a plan -> (attribute that it sets, metavar, type, help). An attribute has the name of the flag of
+# `trl-fp8 train` with the same meaning, if there is one
 FLAGS = {
     "--gpus": ("num_processes", "N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
     "--gpu-memory": ("gpu_memory", "GIB", float, "memory of one GPU (80)"),
@@ -80,12 +81,13 @@ LIMITS = {  # name -> least and largest value
 
 def _add_arguments(parser: ArgumentParser) -> None:
     """Add a plan's own flags, spelled with dashes or underscores. Each sets the attribute that `FLAGS` names."""
-    text = "id or folder; only its config is read"
-    parser.add_argument("model_name_or_path", nargs="?", metavar="MODEL", help=text, default=SUPPRESS)
+    model_help = "id or folder; only its config is read"
+    parser.add_argument("model_name_or_path", nargs="?", metavar="MODEL", help=model_help, default=SUPPRESS)
     for flag, (name, metavar, value_type, text) in FLAGS.items():
         options = {"nargs": "?", "const": LORA_RANK} if flag == "--lora" else {}
         options |= {"dest": name, "type": value_type, "metavar": metavar, "help": text, "default": SUPPRESS}
-        parser.add_argument(*dict.fromkeys((flag, f"--{name_of(flag)}")), **options)
+        spellings = dict.fromkeys((flag, f"--{name_of(flag)}"))  # only one for a flag without dashes, such as --gpus
+        parser.add_argument(*spellings, **options)
     for part, text in SECONDS.items():
         options = {"type": float, "metavar": "S", "help": text, "default": SUPPRESS}
         parser.add_argument(f"--{part}-seconds", f"--{part}_seconds", **options)
@@ -127,7 +129,7 @@ def text_of(words: list[str]) -> str:
     args = setup.args
     if args.base_in_engine and outline.stored_as == "mxfp4":
         raise ValueError(f"fp8_base=True with MODEL={outline.name!r}, a checkpoint in MXFP4. Set fp8_base=False.")
-    # Whether a plan that fits may have an FP8 base, though the flags do not ask for it
+    # Whether an alternative that fits may have an FP8 base, though the flags do not ask for one
     can_share_base = outline.stored_as != "mxfp4" and not any(
         group.flag_ruling_out_fp8_base(args, values) for group in args.groups()
     )
@@ -138,8 +140,10 @@ def text_of(words: list[str]) -> str:
     if not wants_fp8_weights and args.fp8_weight_format not in formats_for(outline):
         setup = setup.with_flags({"fp8_weights": False})  # no error, but the plan says why no weight can be FP8
     options = setup.args.recipe_options() | {"expert_kernels": values.engine == "cuda"}
-    sizes = SIZES[:1] if any(group.rules_out_tensor_parallelism(args) for group in args.groups()) else SIZES
-    planner = Planner(outline, options, sizes, SAVING if can_share_base else {})
+    needs_one_rank = any(group.rules_out_tensor_parallelism(args) for group in args.groups())
+    sizes = SIZES[:1] if needs_one_rank else SIZES
+    saving = SAVING if can_share_base else {}
+    planner = Planner(outline, options, sizes, saving)
     if setup.tensor_parallel_size and not planner.divides_heads(setup.tensor_parallel_size):
         raise ValueError(
             f"{_shown(arguments, 'vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of "
@@ -208,7 +212,8 @@ def _step_times(arguments: Arguments) -> StepTimes | None:
     seconds = {part: getattr(values, f"{part}_seconds") for part in SECONDS if f"{part}_seconds" in arguments.spelled}
     if not seconds:
         return None
-    shown = _shown(arguments, f"{next(iter(seconds))}_seconds")
+    first_part = next(iter(seconds))
+    shown = _shown(arguments, f"{first_part}_seconds")
     if not values.server:
         raise ValueError(f"{shown}: rollouts overlap with training where a server samples them. Add --server.")
     if not seconds.get("rollout") or not seconds.get("train"):
@@ -252,11 +257,14 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
     if completion is None:
         tokens = tokens or min(CONTEXT, outline.context or CONTEXT)
         changes["max_completion_length"] = tokens - min(MOST_PROMPT, tokens // 2)
-    if not has_run_config:  # these two make all groups of completions complete on any number of GPUs
+    elif not tokens:
+        tokens = completion + MOST_PROMPT
+    if not has_run_config:  # these two flags make all groups of completions complete on any number of GPUs
         changes |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": values.num_generations}
         if "lora_r" not in on_command_line:
             changes["lora_r"] = LORA_RANK
-    if "lora_r" in on_command_line or any(name in on_command_line and getattr(values, name) for name in SAVING):
+    saves_memory = any(name in on_command_line and getattr(values, name) for name in SAVING)
+    if "lora_r" in on_command_line or saves_memory:  # flags that only a run with adapters has
         changes["use_peft"] = True
     if completions:
         changes["generation_batch_size"] = None  # the plan computes accumulation steps from `completions` instead
@@ -265,7 +273,7 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
         changes["vllm_mode"] = mode  # so that the config refuses flags of the other mode
     vars(values).update(changes)
     _, args, model, _ = arguments.configs(gpus)
-    for name, planned in ("vllm_mode", mode), ("use_vllm", True):
+    for name, planned in {"vllm_mode": mode, "use_vllm": True}.items():
         if getattr(args, name) != planned and arguments.sets(name):
             raise ValueError(
                 f"{_shown(arguments, name)}: a plan is of an engine that shares its GPUs with the trainer, or of one "
@@ -274,10 +282,12 @@ def _setup(arguments: Arguments, outline: Outline) -> Setup:
     dtype = model.dtype or "bfloat16"  # None only with an FP8 base: then the weights beside the base are BF16
     if dtype not in BYTES:
         raise ValueError(f"dtype={dtype!r}: a plan counts {listed(BYTES)}. Give one of them.")
+    if not completions:
+        completions = args.generation_batch_size if has_run_config else Setup.completions
     return Setup(
         args,
-        tokens=tokens or completion + MOST_PROMPT,
-        completions=completions or (args.generation_batch_size if has_run_config else Setup.completions),
+        tokens=tokens,
+        completions=completions,
         gpus=gpus,
         gpu_bytes=getattr(values, "gpu_memory", 80.0) * GIB,
         lora_rank=model.lora_r if model.use_peft else None,

@@ -23,12 +23,9 @@ SMALLEST_SHOWN = GIB / 20  # bytes; fewer would print as 0.0 GiB
 DEFAULTS = {item.name: item.default for kind in (FP8GRPOConfig, ModelConfig) for item in fields(kind)}
 # Flags that save memory in training with adapters
 SAVING = {name: value for group in FP8GRPOConfig.groups() for name, value in group.SAVING.items()}
-# Flags that a plan prints if their values differ from those in the run config, or from the defaults if it has none
-CHOSEN = (
-    *(*SAVING, "dtype", "vllm_tensor_parallel_size"),
-    *(name for group in FP8GRPOConfig.groups() for name in group.OFF_VALUES),
-    "fp8_weight_format",
-)
+SWITCHES = [name for group in FP8GRPOConfig.groups() for name in group.OFF_VALUES]  # flags that make something FP8
+# Flags that a plan prints if their values differ from those in the run config, or else from the defaults
+CHOSEN = (*SAVING, "dtype", "vllm_tensor_parallel_size", *SWITCHES, "fp8_weight_format")
 TRAINER_PARTS = {  # field of `TrainerMemory` -> its name in the text
     "weights": "weights",
     "gradients": "gradients",
@@ -43,8 +40,8 @@ TRAINER_PARTS = {  # field of `TrainerMemory` -> its name in the text
 def _lora_targets(outline: Outline) -> list[str]:
     """Return `lora_target_modules`: PEFT's "all-linear", or the names of attention projections.
 
-    Names for models with experts, because "all-linear" also adapts experts and routers, and their adapters dwarf all
-    others. Names also for latent attention (MLA), where an engine with an FP8 base takes no adapters on latents.
+    Models with experts get names, because "all-linear" also adapts experts and routers, whose adapters dwarf all
+    others. Latent attention (MLA) gets names, because an engine with an FP8 base takes no adapters on latents.
     """
     if outline.experts or any(name.endswith(MLA) for name in outline.linears):
         return adapter_targets(outline.linears)
@@ -69,7 +66,7 @@ def server_flags(capacity: ServerCapacity) -> dict[str, object]:
     if not capacity.trainer_fits:
         return {}
     flags = _training_flags(capacity.trainer, {"vllm_mode": "server"})
-    flags.pop("vllm_tensor_parallel_size", None)  # the trainer asks the server for it
+    flags.pop("vllm_tensor_parallel_size", None)  # the trainer asks the server for this size
     return flags
 
 
@@ -87,17 +84,19 @@ def _training_flags(capacity: Capacity, engine_flags: dict[str, object]) -> dict
     batch_size = setup.gpus * args.per_device_train_batch_size  # sequences, over all GPUs
     # The fewest batches that together have only complete groups (all completions of a prompt)
     batches_of_groups = args.num_generations // gcd(args.num_generations, batch_size)
+    batches = ceil(setup.completions / (batch_size * batches_of_groups)) * batches_of_groups
     # Either flag sets how many batches a generation has. A run config may set only one of them
     accumulation = "steps_per_generation" if "steps_per_generation" in run_config else "gradient_accumulation_steps"
     flags |= {
         **engine_flags,
         "per_device_train_batch_size": args.per_device_train_batch_size,
-        accumulation: ceil(setup.completions / (batch_size * batches_of_groups)) * batches_of_groups,
+        accumulation: batches,
         "max_completion_length": args.max_completion_length,
         "vllm_max_model_length": setup.tokens,
     }
     values = vars(args) | {"dtype": setup.dtype, "vllm_tensor_parallel_size": capacity.ranks}
-    defaults = DEFAULTS | ({"dtype": "bfloat16"} if args.base_in_engine else {})
+    base_defaults = {"dtype": "bfloat16"} if args.base_in_engine else {}
+    defaults = DEFAULTS | base_defaults
     for name in CHOSEN:
         overrides = run_config.get(name) not in (None, values[name])
         if overrides or values[name] != defaults[name]:
@@ -274,7 +273,9 @@ def serve_command(capacity: ServerCapacity) -> str:
         words += ["--kv-cache-skip-layers", *map(str, recipe.kv_cache_skip_layers)]
     if args.base_in_engine:
         targets = run_config.get("lora_target_modules", _lora_targets(server.plan.outline))
-        lora = {"r": server.setup.lora_rank, "target_modules": targets[0] if targets == ["all-linear"] else targets}
+        if targets == ["all-linear"]:
+            targets = "all-linear"  # PEFT knows this word as text, not in a list
+        lora = {"r": server.setup.lora_rank, "target_modules": targets}
         words += ["--lora", json.dumps(lora)]
     return join([*words, "--gpu-memory-utilization", f"{server.utilization:g}"])
 

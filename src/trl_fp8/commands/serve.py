@@ -19,7 +19,7 @@ FORBIDDEN = set(
     "api_key compilation_config config data_parallel_size model model_impl pipeline_parallel_size quantization "
     "quantization_config tensor_parallel_size uds".split()
 )
-SERVER = "vllm.entrypoints.launchers.api_server.entry"  # what `vllm serve` runs
+SERVER = "vllm.entrypoints.launchers.api_server.entry"  # the module that `vllm serve` runs
 
 
 def _parser() -> ArgumentParser:
@@ -114,7 +114,7 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
         set_here = server_process.names_set_by(arguments)
         set_by_user = server_process.names_set_by(vllm_words)
     abbreviated = sorted(set_by_user & (vars(options).keys() - FORBIDDEN))
-    if abbreviated:  # vLLM would expand them, but the address and flags that are printed below would ignore them
+    if abbreviated:  # vLLM would expand these flags, but the address and flags printed below would ignore them
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in abbreviated)
         raise ValueError(f"trl-fp8 serve knows {flags} by the whole name alone. Spell it out.")
     forbidden = sorted(set_by_user & (set_here | FORBIDDEN | REFUSED_ENGINE_KWARGS.keys()))
@@ -129,7 +129,8 @@ def command(words: list[str]) -> tuple[list[str], dict[str, str], str]:
     if not token:
         token = secrets.token_urlsafe(24)
         shown_token = quote(token)
-    folder = options.folder or os.environ.get(plugin.FOLDER) or plugin.DEFAULT_FOLDER
+    # Absolute, because trainers in other folders read this path
+    folder = os.path.abspath(options.folder or os.environ.get(plugin.FOLDER) or plugin.DEFAULT_FOLDER)
     Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_abandoned(folder)
     environment |= server_process.guard_environment(token, folder, options.wait)

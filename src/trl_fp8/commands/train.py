@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import ArgumentDefaultsHelpFormatter, Namespace
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from copy import copy
 from importlib.resources import files
 from pathlib import Path
@@ -14,7 +14,7 @@ from trl_fp8.upstream.patches import substituted
 
 
 SCRIPT = "trl_fp8.scripts.grpo"
-# The defaults of `accelerate launch`, passed to it because it warns of each that is not set
+# The defaults of `accelerate launch`, passed on because accelerate warns of each flag that is not set
 DEFAULTS = "--num_machines 1 --mixed_precision no --dynamo_backend no"
 HELP = ("-h", "--help", "--help-all")
 HEAD = """\
@@ -42,8 +42,8 @@ COMMON = {  # group -> the flags that --help shows
 def launch(words: list[str]) -> int:
     """Start `accelerate launch` with the words of a command line. Return the exit status.
 
-    2: a user's mistake, which this command or a process of the run has reported in one line. After Ctrl-C the exit
-    status is 130. A run of one process replaces this process, so its exit status and signals are those of the command.
+    The status is 2 after a user's mistake, which this command or a process of the run has reported in one line. It is
+    130 after Ctrl-C. A run of one process replaces this process: its exit status and signals are the command's.
     """
     try:
         if set(HELP).intersection(words):
@@ -64,6 +64,8 @@ def launch(words: list[str]) -> int:
         if 2 not in [failure.exitcode for failure in error.failures.values()]:
             raise
         return 2  # the process has printed the reason
+    except ValueError as error:  # flags that contradict each other, which accelerate finds before it starts a process
+        return refuse(ValueError(f"accelerate launch: {error}"))
     except SignalException as error:
         os._exit(128 + error.sigval)  # the run's processes have ended; a normal exit would take seconds for torch
     return 0
@@ -72,6 +74,7 @@ def launch(words: list[str]) -> int:
 def launch_arguments(words: list[str]) -> Namespace:
     """Check all arguments. Return those of `accelerate launch`, which passes all of `words` on to the script."""
     import torch
+    import yaml
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
@@ -81,12 +84,11 @@ def launch_arguments(words: list[str]) -> Namespace:
     arguments = parser.read(words)
     for_accelerate = {}
     for name, value in (arguments.run_config or {}).items():
-        belongs_to_accelerate = name not in parser.by_name and name != "env"
-        if belongs_to_accelerate:
+        if name not in parser.by_name and name != "env":
             for_accelerate[name] = value
-    launch_words = words_for_accelerate(for_accelerate)
+    launch_words = _with_one_accelerate_config([*words_for_accelerate(for_accelerate), *arguments.other_words])
     try:
-        launch_words = resolve_accelerate_config_argument([*launch_words, *arguments.other_words])
+        launch_words = resolve_accelerate_config_argument(launch_words)
     except ValueError as error:
         names = sorted(file.name.removesuffix(".yaml") for file in files("trl.accelerate_configs").iterdir())
         usable = ", ".join(name for name in names if not name.startswith(("_", "fsdp1")))  # FSDP1 is refused
@@ -94,8 +96,10 @@ def launch_arguments(words: list[str]) -> Namespace:
     launch_words += ["--quiet", "--module", SCRIPT, *words]
     launched = parse_launch(launch_words)
     # Find the number of processes that accelerate will start: the config checks the batch size against it
-    config_file = launched.config_file or (default_config_file if Path(default_config_file).is_file() else None)
-    if config_file is None:
+    config_file = launched.config_file
+    if not config_file and Path(default_config_file).is_file():
+        config_file = default_config_file
+    if not config_file:
         processes = launched.num_processes or max(torch.cuda.device_count(), 1)
         defaults = ["--num_processes", str(processes), *DEFAULTS.split()]
         backends = (launched.cpu, launched.tpu, launched.use_fsdp, launched.use_deepspeed, launched.use_megatron_lm)
@@ -105,17 +109,39 @@ def launch_arguments(words: list[str]) -> Namespace:
         launched = parse_launch([*defaults, *launch_words])
     else:
         try:
-            processes = launched.num_processes or load_config_from_file(config_file).num_processes
-        except (ValueError, TypeError, AttributeError) as error:
+            launcher_config = load_config_from_file(config_file)
+            processes = launched.num_processes or launcher_config.num_processes
+        except (ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
             raise ValueError(f"--accelerate_config {config_file}: {error}") from error
+        if processes is not None and processes < 1:  # accelerate's default is -1; None: as many as there are GPUs
+            raise ValueError(f"--accelerate_config {config_file} has no num_processes. Add it, or --num_processes.")
     script, _, model, mixture = arguments.configs(processes)
     if launched.training_script != SCRIPT:
         raise ValueError(
             f"{launched.training_script!r} is not the value of any flag. Pass a run config as --config FILE, and a "
             "config of accelerate as --accelerate_config FILE."
         )
-    require_task(script, model, mixture)
+    # Libraries in this process have read variables such as HF_HOME already, before the run config set them. The
+    # processes of the run begin with these variables, and make the same checks
+    environment = (arguments.run_config or {}).get("env") or {}
+    if not any(str(name).startswith("HF_") for name in environment):
+        require_task(script, model, mixture)
     return launched
+
+
+def _with_one_accelerate_config(words: list[str]) -> list[str]:
+    """Return words of `accelerate launch` in which only the last --accelerate_config is left, as two words.
+
+    So the command line overrides the run config. TRL reads only the first --accelerate_config, and knows neither
+    --accelerate_config=NAME nor --accelerate-config.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--accelerate_config", "--accelerate-config", nargs="?", const="")
+    options, other_words = parser.parse_known_args(words)
+    if options.accelerate_config is None:
+        return words
+    value = [options.accelerate_config] if options.accelerate_config else []
+    return [*other_words, "--accelerate_config", *value]
 
 
 def _become(args: Namespace) -> None:

@@ -1,9 +1,9 @@
-"""The engine's kernels, one method per kind of module, for a policy that computes its forward with them.
+"""The engine's kernels, one method per kind of module, for a policy that computes its forward with these kernels.
 
 Most methods return or call one of the engine's own kernels, which works on the engine's own tensors, in BF16 and
-without gradients; four methods only describe the model (see `EngineKernels`). Their argument is the checkpoint name of
-the policy's module, or the number of its decoder layer. A row's bits do not depend on the rest of the batch. A
-trainer's batch therefore gives the same bits that the engine computed when it decoded the same tokens.
+without gradients; four methods only describe the model (see `EngineKernels`). The argument of a method is the
+checkpoint name of the policy's module, or the number of its decoder layer. A row's bits do not depend on the rest of
+the batch. A trainer's batch therefore gives the same bits that the engine computed when it decoded the same tokens.
 
 Shape letters: T tokens, K in-features, N out-features, H heads, G key heads, D head size, R sequences, V vocabulary,
 E experts, k experts chosen for each token, P positions, F rotary angles.
@@ -57,8 +57,8 @@ class Attention(Protocol):
             scales: `[3]`, the scales of q, k and v for an FP8 cache; None for a BF16 cache.
         """
 
-    scaling: float  # factor of the scores q k
-    window: int | None  # number of tokens that a query sees, its own included; None: all tokens up to its own
+    scaling: float  # a score is scaling * (q . k)
+    window: int | None  # number of tokens that a query sees, the query's own token included; None: no limit
     softcap: float | None  # scores s become softcap * tanh(s / softcap)
 
 
@@ -113,8 +113,8 @@ class EngineKernels(Protocol):
         """Return the sampler's logits `[T, V]` for hidden states `[T, K]`, with the model's scaling and soft cap."""
 
     def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> AbstractContextManager[None]:
-        """Call `note(layers, x, y)` inside the block after each linear layer of the engine's own forward.
+        """Call `note(layers, x, y)` inside the block after each linear layer in the engine's own forward.
 
-        `layers` are the policy's layers (see `Linear`), `x` the input, `y` the output. A compiled engine runs no
-        hooks, so `note` is never called.
+        Only layers that `linear` has returned are watched. `layers` are the policy's layers (see `Linear`), `x` is
+        the input, `y` the output. A compiled engine runs no hooks, so `note` is never called.
         """

@@ -9,8 +9,8 @@
         generate(prompts)                   TRL or a rollout_func, ranks of one engine: once a turn
             verify()                            proof that nothing has written to the engine since the delivery
         (features read last_sync here)
-        for each loss:
-            send_weights()                  one forward, all ranks: if the policy has changed since it was last sent
+        for each loss:                      only if the trainer calls the engine's kernels (one forward)
+            send_weights()                  all ranks: if the policy has changed since it was last sent
                 deliver(tensors, prepare=False)     with the KV scales of the last sync
 
 `parts` are hooks of features (engine/vllm/part.py). A turn is one call of the engine in a conversation. All ranks also
@@ -71,7 +71,7 @@ class Delivery(Protocol):
     """Transport of a policy's weights into one engine."""
 
     last: SyncReport | None  # report of the latest delivery that succeeded
-    failures: int  # number of deliveries that failed their audit, or whose engine was later found changed
+    failures: int  # number of deliveries that failed their audit, or that the engine no longer held later
 
     def deliver(self, tensors: Tensors, *, prepare: bool = True) -> SyncReport:
         """Write the policy's weights to the engine and prove that they arrived. Collective.
@@ -88,7 +88,7 @@ class Delivery(Protocol):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Interface of an engine for `rollouts.py`, features and run/. From its start on it follows one policy."""
+    """Interface of an engine for `rollouts.py`, features and run/. An engine serves one policy from start to end."""
 
     numerics: EngineNumerics
     kernels: EngineKernels | None  # None if the trainer cannot call them
@@ -101,11 +101,12 @@ class RolloutEngine(Protocol):
     def begin(self, occasion: Occasion, keep_weights: bool) -> None:
         """Set what the coming generation is for. The engine seeds its sampling with `occasion`.
 
-        With `keep_weights` the generation after it may need the same weights, so the engine keeps them when it sleeps.
+        With `keep_weights` the engine keeps its weights when it sleeps after this generation, because the next
+        generation may need the same ones.
         """
 
     def sync_weights(self) -> None:
-        """Deliver the policy's weights before a generation, with newly computed KV scales (a `CarriedValue`).
+        """Deliver the policy's weights before a generation, and KV scales that are computed for them.
 
         Raises what `Delivery.deliver` raises.
         """
@@ -118,12 +119,12 @@ class RolloutEngine(Protocol):
     ) -> tuple[list, list, list, list]:
         """Continue prompts (token ids). A prompt is in the list once for each of its completions.
 
-        Returns prompts, completions (token ids), log-probs of their tokens `[completion][token][1]`, and the ids of
-        these tokens in the same form, as TRL's `VLLMGeneration`.
+        Returns four lists, as TRL's `VLLMGeneration` does: prompts and completions (token ids), and for the tokens of
+        the completions `[completion][token][1]` their log-probs and their ids.
         """
 
     def prefill(self, tokens: list[int]) -> list[int]:
-        """Run the engine's layers over `tokens`. Ranks of one engine run, and return, the first rank's sequence."""
+        """Run the engine's layers over a sequence and return it. All ranks of one engine use the first rank's."""
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
         """Return the policy's `(checkpoint name, full tensor)` pairs, adapters merged, shards gathered. Collective."""

@@ -1,7 +1,7 @@
 """FP8 checkpoints: the tensors that a sync sends, as files that vLLM and transformers load.
 
     folder/
-      model-00001-of-00003.safetensors   e4m3 weights with their scales, one by one for each expert; the rest in BF16
+      model-00001-of-00003.safetensors   e4m3 weights and their scales, experts separately; all other tensors in BF16
       model.safetensors.index.json       name of a tensor -> file
       config.json                        its `quantization_config` has the format and the layers that are not FP8
       checksums.json                     file -> SHA-256, see `file_checksums.py`
@@ -60,7 +60,7 @@ def export_fp8(
     Args:
         model: A transformers causal LM of any floating point dtype. Its config and generation config are written too.
         tokenizer: The model's tokenizer, saved beside it.
-        folder: The target must not exist, or be empty.
+        folder: An empty folder, or a path that does not exist yet.
         kv_scales: Scales of an FP8 KV cache, so that vLLM needs no calibration. None: the checkpoint has none.
         recipe: Says which tensors are FP8. None: all that can be.
         parameters: Pairs (checkpoint name, full tensor), for a model that is sharded or has adapters. None: the
@@ -80,8 +80,8 @@ def export_fp8(
                 "model has adapters, which a checkpoint of the base model cannot hold. Export "
                 "model.merge_and_unload(), or call trainer.save_fp8_model(folder)."
             )
+        require_finite(model)  # callers that pass `parameters` have called it, on all ranks
         parameters = ((checkpoint_name(name), parameter) for name, parameter in model.named_parameters())
-        require_finite(model)
     recipe = recipe or recipe_for_model(model, kv_cache_dtype="auto" if kv_scales is None else "fp8")
     if recipe.format is BLOCKS and family_of(model.config.model_type).scales_renamed:
         raise ValueError(
@@ -93,9 +93,10 @@ def export_fp8(
     base_model = name if name and not Path(name).exists() else None  # only an id of the Hub
     plan = plan_for_model(model, recipe).table()
     latent = any(cache.is_latent for cache in outline_of(model).caches)
-    text = export_card(card, plan, recipe.format, kv_scales is not None, base_model, merge, latent)
+    has_kv_scales = kv_scales is not None
+    card = export_card(card, plan, recipe.format, has_kv_scales, base_model=base_model, merge=merge, latent=latent)
     stream = weight_stream(parameters, recipe, kv_scales, persistent_buffers(model))
-    return _write(free_folder(folder), model, tokenizer, recipe, stream, text, shard_bytes)
+    return _write(free_folder(folder), model, tokenizer, recipe, stream, card, shard_bytes)
 
 
 def export_merged(
@@ -151,7 +152,9 @@ def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> N
             raise OSError(f"{path} could not be written: {error}") from error
         written.append((path, list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
-        del shard  # the generator drops its own reference before it fills the next shard: one is in memory at a time
+        # Free the shard before the generator fills the next one. Only one is then in memory, because the generator
+        # drops its own reference, too
+        del shard
     weight_map = {}
     for number, (path, names) in enumerate(written, start=1):
         final = f"model-{number:05}-of-{len(written):05}.safetensors"
@@ -164,10 +167,12 @@ def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> N
 def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> None:
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": recipe.quantization_config}
+    config["dtype"] = "bfloat16"
+    if recipe.quantization_config is not None:
+        config["quantization_config"] = recipe.quantization_config
+    else:  # a model that was loaded from a quantized checkpoint has one
+        config.pop("quantization_config", None)
     config |= family_of(model.config.model_type).engine_fields(config)
-    if recipe.quantization_config is None:
-        del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
@@ -177,8 +182,9 @@ def _shards(stream: Iterable[NamedTensor], recipe: FP8Recipe, shard_bytes: int) 
     """Yield groups of about `shard_bytes` of tensors on the host. A scale is in the group of the tensor before it."""
     shard = {}
     for name, tensor in published(stream, recipe):
-        is_full = sum(each.nbytes for each in (*shard.values(), tensor)) > shard_bytes
-        if shard and is_full and not name.endswith(recipe.format.scale_suffix):
+        bytes_with_tensor = sum(each.nbytes for each in (*shard.values(), tensor))
+        is_scale = name.endswith(recipe.format.scale_suffix)
+        if shard and bytes_with_tensor > shard_bytes and not is_scale:
             yield shard
             shard = {}
         shard[name] = tensor.detach().cpu().contiguous().clone()
@@ -187,12 +193,16 @@ def _shards(stream: Iterable[NamedTensor], recipe: FP8Recipe, shard_bytes: int) 
 
 
 def published(stream: Iterable[NamedTensor], recipe: FP8Recipe) -> Iterator[NamedTensor]:
-    """Yield the stream under the names of published checkpoints. Most of them have a tensor for each expert."""
+    """Yield the stream under the names of published checkpoints. Split tensors of all experts, which most published
+    checkpoints do not have.
+    """
     for name, tensor in stream:
+        # A name with a place for the expert's number, such as "...experts.{}.up_proj.weight", for each weight that is
+        # fused in a tensor of all experts. Empty for other tensors
         patterns = published_names(name, recipe.format.scale_suffix, recipe.model_type)
-        if patterns:
-            for expert, expert_tensor in enumerate(tensor):
-                for pattern, rows in zip(patterns, expert_tensor.chunk(len(patterns)), strict=True):
-                    yield pattern.format(expert), rows
-        else:
+        if not patterns:
             yield name, tensor
+            continue
+        for expert, fused in enumerate(tensor):
+            for pattern, weight in zip(patterns, fused.chunk(len(patterns)), strict=True):
+                yield pattern.format(expert), weight

@@ -56,14 +56,19 @@ def verify_export(folder: str | Path) -> int:
     """Compare every file of an export with its checksum. Return the number of files.
 
     Raises:
-        ValueError: The folder is not an export, or files are missing, have changed, or were added. The message names
-            the files. Hidden files do not count as added.
+        ValueError: The folder is not an export, its checksums cannot be read, or files are missing, have changed, or
+            were added. The message names the files. Hidden files do not count as added.
     """
     folder = Path(folder)
     folder_text = f"folder={str(folder)!r}"
     if not (folder / CHECKSUMS).exists():
         raise ValueError(f"{folder_text} has no {CHECKSUMS}: it was not written by export_fp8, or not completely.")
-    expected = json.loads((folder / CHECKSUMS).read_text())
+    try:
+        expected = json.loads((folder / CHECKSUMS).read_text())
+    except ValueError:  # no JSON, or no text
+        expected = None
+    if not isinstance(expected, dict):
+        raise ValueError(f"{folder_text}: its {CHECKSUMS} is damaged. Fetch or export it again.")
     # Links are not followed: in the Hub's cache every file is a link to ../../blobs
     outside = [name for name in expected if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:

@@ -31,18 +31,19 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     """
     kernels = ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items())
     correction = facts.get("correction") or {}
+    settings = [f"{name}={value}" for name, value in correction.items() if value]
     measured = {}
     for metric, label in SHOWN.items():
         values = [row[metric] for row in log_history if metric in row][-LAST:]
         if values:
             measured[f"{label}, last {len(values)} logged steps"] = f"{fmean(values):.3g}"
-    rows = {
-        **({"adapters": facts["adapters"]} if "adapters" in facts else {}),
+    rows = {"adapters": facts["adapters"]} if "adapters" in facts else {}
+    rows |= {
         "FP8 weights of the engine": _weights(facts),
         "KV cache of the engine": _kv_cache(facts),
         "engine kernels": kernels or "high precision",
         "trainer": facts["trainer"],
-        "correction of the mismatch": ", ".join(f"{k}={v}" for k, v in correction.items() if v) or "none",
+        "correction of the mismatch": ", ".join(settings) or "none",
         **measured,
         "syncs that failed their audit": audit_failures,
         "hardware": f"{facts['processes']} x {facts['hardware']}",

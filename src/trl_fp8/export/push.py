@@ -9,8 +9,8 @@ from huggingface_hub import CommitInfo, HfApi
 from .file_checksums import verify_export
 
 
-# Patterns of weights in a repository that a loader could take for those of a new export: shards, and the one file that
-# `save_pretrained` writes of a small model
+# Patterns of weight files that an earlier upload left, and that a loader could take for the new export's: shards, and
+# the single file that `save_pretrained` writes for a small model
 WEIGHTS = ["model.safetensors", "model-?????-of-?????.safetensors"]
 
 
@@ -34,7 +34,7 @@ def push_export(
         repo_id: The repository as `user/name`, created if it does not exist.
         private: Whether a created repository is private. None: public, unless its organization has another default.
         token: Token of the Hub. None: the token that `hf auth login` stored.
-        revision: Branch to commit to. None is the main branch.
+        revision: Branch to commit to, created if it does not exist. None is the main branch.
         message: Message of the commit.
 
     Raises:
@@ -45,11 +45,16 @@ def push_export(
     hub = HfApi(token=token)
     try:
         name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/"):  # a pull request is no branch
+            hub.create_branch(name, branch=revision, exist_ok=True)
         options = {"commit_message": message, "revision": revision, "delete_patterns": WEIGHTS}
         commit = hub.upload_folder(repo_id=name, folder_path=folder, **options)
     except (OSError, RuntimeError, httpx.HTTPError) as error:  # RuntimeError: a broken upload
-        words = ["trl-fp8", "push", str(folder), repo_id, *(["--private"] if private else [])]
-        words += ["--revision", revision] if revision else []
+        words = ["trl-fp8", "push", str(folder), repo_id]
+        if private:
+            words.append("--private")
+        if revision:
+            words += ["--revision", revision]
         raise OSError(
             f"{folder} was not pushed to {repo_id}: {error.__cause__ or error}. Nothing was committed; repeat it with "
             f"'{join(words)}'."

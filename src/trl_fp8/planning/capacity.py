@@ -1,11 +1,15 @@
 """Capacity: whether trainer and engine fit, on shared GPUs or each on its own GPUs, and which alternatives fit.
 
-A plan fits under two conditions. The trainer's memory and the engine's share leave room on each GPU for what is not
-counted (`FREE`). And the engine's KV cache has room for a few sequences of full length (`LEAST_SEQUENCES`).
-Alternatives are computed by the same rules, and only offered if they fit.
+A plan fits under two conditions. The trainer's memory and the engine's share leave room on each GPU for memory that is
+not counted (`FREE`). And the engine's KV cache has room for a few sequences of full length (`LEAST_SEQUENCES`).
+
+    Capacity                computes both conditions for one plan, setup and share of a GPU
+    Planner.capacity        chooses the tensor parallel size and the share, unless the setup has them
+    Planner.alternatives    varies a setup that does not fit, and returns the variants that fit
+    server_capacity         does the same as Planner.capacity for an engine on its own GPUs
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import ceil
@@ -18,7 +22,7 @@ from .plan import Plan, plan_for
 from .trainer_memory import GIB, Setup, TrainerMemory, trainer_memory
 
 
-# What vLLM needs beside weights and KV cache: CUDA graphs, CUDA's context, activations of a few thousand tokens
+# Memory that vLLM needs beside weights and KV cache: CUDA graphs, CUDA's context, activations of a few thousand tokens
 RESERVED_BYTES = 3 * GIB
 FREE = 0.15  # share of a GPU that stays free for memory that is not counted
 LEAST_SEQUENCES = 8  # sequences of full length that a KV cache must hold at once, unless a generation has fewer
@@ -35,15 +39,15 @@ class Capacity:
 
     Attributes:
         sequences: Completions of a generation that one engine samples.
-        engine_bytes: The engine's share of a GPU: weights, what vLLM reserves, and KV cache.
-        weight_bytes: The engine's weights, with what features put beside them.
+        engine_bytes: The engine's share of a GPU: weights, `RESERVED_BYTES`, and KV cache.
+        weight_bytes: The engine's weights, and the tensors that features add to them.
         kv_bytes: The KV cache. Negative if the weights do not fit.
         kv_tokens: Tokens that the KV cache holds, in sequences of full length. Keys: "bf16", an engine without FP8;
             "fp8_linears", with FP8 weights; "fp8_kv" or "fp8_linears_kv", with an FP8 cache and BF16 or FP8 weights.
             There are entries only for what the plan has in FP8.
         cache_tokens: The entry of `kv_tokens` with the plan's own precisions.
         weights_sleep: Whether sleep mode frees the weights, too.
-        total_bytes: Counted bytes of trainer and engine at their peak.
+        total_bytes: Counted bytes of trainer and engine together, at the peak.
         limit_bytes: The largest `total_bytes` that fits.
     """
 
@@ -57,30 +61,36 @@ class Capacity:
         self.engine_bytes = utilization * setup.gpu_bytes
         self.weight_bytes = plan.bytes_after / self.ranks + trainer.in_engine
         self.kv_bytes = self.engine_bytes - RESERVED_BYTES - self.weight_bytes
-        fp8_weights, fp8_kv_cache = plan.recipe.fp8_weights, plan.recipe.fp8_kv_cache
-        self.kv_tokens = {"bf16": self._tokens(self.engine_bytes - RESERVED_BYTES - plan.bytes_before / self.ranks)}
+        kv_bytes_without_fp8 = self.engine_bytes - RESERVED_BYTES - plan.bytes_before / self.ranks
+        fp8_weights = plan.recipe.fp8_weights
+        fp8_kv_cache = plan.recipe.fp8_kv_cache
+        self.kv_tokens = {"bf16": self._tokens(kv_bytes_without_fp8)}
         if fp8_weights:
             self.kv_tokens["fp8_linears"] = self._tokens(self.kv_bytes)
         if fp8_kv_cache:
             name = "fp8_linears_kv" if fp8_weights else "fp8_kv"
             self.kv_tokens[name] = self._tokens(self.kv_bytes, fp8=True)
         self.cache_tokens = self._tokens(self.kv_bytes, fp8=fp8_kv_cache)
-        # Sleep mode keeps the engine's weights if the policy computes with them, too
+        # Sleep mode keeps the engine's weights if the policy also computes with these weights
         self.weights_sleep = not (setup.args.policy_calls_engine or setup.args.base_in_engine)
-        freed = 0.0
-        if setup.args.vllm_enable_sleep_mode:  # frees weights and KV cache; `RESERVED_BYTES` stay allocated
-            freed = max(0.0, self.kv_bytes + (self.weight_bytes if self.weights_sleep else 0.0))
-        # The peak: memory that sleep frees is used by the engine or by the trainer's step, never by both
-        self.total_bytes = trainer.states + self.engine_bytes - freed + max(trainer.forward_and_backward, freed)
+        freed = 0.0  # bytes that sleep mode frees; `RESERVED_BYTES` stay allocated
+        if setup.args.vllm_enable_sleep_mode:
+            freed = self.kv_bytes
+            if self.weights_sleep:
+                freed += self.weight_bytes
+            freed = max(0.0, freed)
+        # At the peak, memory that sleep frees is used by the engine or by the trainer's step, never by both
+        always_used = trainer.states + self.engine_bytes - freed
+        self.total_bytes = always_used + max(trainer.forward_and_backward, freed)
         self.limit_bytes = setup.gpu_bytes - max(FREE * setup.gpu_bytes, trainer.uncounted)
 
     def _tokens(self, cache_bytes: float, fp8: bool = False) -> int:
         """Return the number of tokens that a KV cache of `cache_bytes` holds, in sequences of full length."""
         length = self.setup.tokens
         sequence_bytes = self.plan.cache.sequence_bytes(length, fp8)
-        if sequence_bytes:
-            return int(max(0.0, cache_bytes) / sequence_bytes * length)
-        return self.sequences * length if cache_bytes > 0 else 0  # no layer caches: all sequences fit
+        if not sequence_bytes:  # no layer has a cache, so all sequences fit if the weights do
+            return self.sequences * length if cache_bytes > 0 else 0
+        return int(max(0.0, cache_bytes) / sequence_bytes * length)
 
     @property
     def why_not(self) -> str | None:
@@ -119,13 +129,14 @@ class Planner:
     def capacity(self, setup: Setup) -> Capacity:
         """Return the capacity of a setup.
 
-        If the setup sets no tensor parallel size, this is the capacity at the smallest size that fits. If none fits,
-        it is the one at the smallest size.
+        If the setup sets no tensor parallel size, this is the capacity at the smallest size that fits, or at the
+        smallest size of all if no size fits.
         """
         if setup.tensor_parallel_size is not None:
             return self._at(setup, setup.tensor_parallel_size)
         capacities = [self._at(setup, size) for size in self.sizes_on(setup.gpus)]
-        return _first_that_fits(capacities) or capacities[0]
+        fitting = [capacity for capacity in capacities if capacity.why_not is None]
+        return fitting[0] if fitting else capacities[0]
 
     def alternatives(self, setup: Setup) -> list[Capacity]:
         """Return alternatives that fit, for a setup that does not. At most one of each kind.
@@ -134,14 +145,15 @@ class Planner:
         does not fit on the setup's GPUs).
         """
         full_setup = replace(setup, utilization=None, tensor_parallel_size=None)
-        lora_setup = replace(full_setup, lora_rank=setup.lora_rank or LORA_RANK)
         full_setups = [] if setup.lora_rank else [full_setup]
-        # In order of preference: LoRA as the setup has it, with the base shared with the engine, with a base in BF16
+        # In order of preference: LoRA with the setup's flags, with a base shared with the engine, with a base in BF16
+        lora_setup = replace(full_setup, lora_rank=setup.lora_rank or LORA_RANK)
         lora_setups = [lora_setup]
         if self.saving and self.plan_at(1).recipe.fp8_weights:
             lora_setups.append(lora_setup.with_flags(self.saving, dtype="bfloat16"))
         lora_setups.append(lora_setup.with_flags(dict.fromkeys(self.saving, False), dtype="bfloat16"))
-        more_gpus = [setup.gpus * 2**power for power in range(1, 7) if setup.gpus * 2**power <= MOST_GPUS]
+        multiples = [setup.gpus * 2**power for power in range(1, 7)]
+        more_gpus = [gpus for gpus in multiples if gpus <= MOST_GPUS]
         with_lora = self._first_fitting(lora_setups, [setup.gpus])
         alternatives = [self._first_fitting(full_setups, [setup.gpus]), with_lora]
         alternatives.append(self._first_fitting(full_setups, more_gpus))
@@ -150,8 +162,16 @@ class Planner:
         return [capacity for capacity in alternatives if capacity is not None]
 
     def _first_fitting(self, setups: list[Setup], gpu_counts: list[int]) -> Capacity | None:
-        """Return the capacity of the first setup that fits on the first of these numbers of GPUs, or None."""
-        return _first_that_fits(self.capacity(replace(each, gpus=gpus)) for gpus in gpu_counts for each in setups)
+        """Return the capacity of the first setup that fits on the smallest possible number of GPUs.
+
+        `gpu_counts` are ascending. Returns None if no setup fits.
+        """
+        for gpus in gpu_counts:
+            for setup in setups:
+                capacity = self.capacity(replace(setup, gpus=gpus))
+                if capacity.why_not is None:
+                    return capacity
+        return None
 
     def sizes_on(self, gpus: int) -> list[int]:
         """Return the tensor parallel sizes that divide `gpus` and the attention heads, and keep most weights in FP8.
@@ -171,16 +191,19 @@ class Planner:
         """Return whether vLLM can divide the attention heads over `size` ranks."""
         heads = self.outline.heads
         kv_heads = self.outline.kv_heads
-        if not heads or not kv_heads:  # layers differ in them, or have none
+        if not heads or not kv_heads:  # layers differ in their number of heads, or have no heads
             return size == 1
         return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
     def _at(self, setup: Setup, size: int) -> Capacity:
         """Return the capacity at a tensor parallel size, with the setup's share of a GPU for the engine.
 
-        If the setup has no share, one of `SHARES` is chosen. Of the shares that fit: the smallest with which a BF16
-        engine could hold all its sequences at once, or else the largest. If no share fits: the smallest with which
-        the KV cache would be large enough, or else the largest.
+        If the setup has no share, choose one of `SHARES`:
+
+        1. Of the shares that fit, take the smallest with which a BF16 engine could hold all its sequences at once. If
+           there is none, take the largest share that fits.
+        2. If no share fits, take the smallest share with which the KV cache would be large enough. If there is none,
+           take the largest share.
         """
         plan = self.plan_at(size)
         trainer = trainer_memory(self.outline, setup, plan.recipe)
@@ -189,14 +212,10 @@ class Planner:
         by_share = [Capacity(plan, trainer, setup, share) for share in SHARES]  # the largest share first
         fitting = [capacity for capacity in by_share if capacity.why_not is None]
         if fitting:
-            holding_all = [each for each in fitting if each.kv_tokens["bf16"] >= each.sequences * setup.tokens]
-            return holding_all[-1] if holding_all else fitting[0]
+            with_all_sequences = [each for each in fitting if each.kv_tokens["bf16"] >= each.sequences * setup.tokens]
+            return with_all_sequences[-1] if with_all_sequences else fitting[0]
         with_cache = [capacity for capacity in by_share if capacity.why_no_cache is None]
         return with_cache[-1] if with_cache else by_share[0]
-
-
-def _first_that_fits(capacities: Iterable[Capacity]) -> Capacity | None:
-    return next((capacity for capacity in capacities if capacity.why_not is None), None)
 
 
 @dataclass(frozen=True)
@@ -208,14 +227,14 @@ class ServerCapacity:
 
     @property
     def staged_bytes(self) -> int:
-        """Return the bytes of the engine's weights. A trainer stages them for the server: once on each of its GPUs,
-        and once in the host's shared memory.
+        """Return the bytes of the engine's weights. The trainer stages the weights for the server: on each of the
+        trainer's GPUs, and once in the host's shared memory.
         """
         return self.server.plan.bytes_after
 
     @property
     def trainer_bytes(self) -> float:
-        """Return the bytes on each GPU of the trainer, with the FP8 copy."""
+        """Return the bytes on each GPU of the trainer, staged weights included."""
         return self.trainer.total_bytes + self.staged_bytes
 
     @property
@@ -228,15 +247,20 @@ def server_capacity(planner: Planner, setup: Setup) -> ServerCapacity:
 
     If `setup` has a tensor parallel size and a share of a GPU (`utilization`), they apply to the server.
     """
-    of_trainer = planner.capacity(replace(setup, tensor_parallel_size=1, utilization=0.0))
-    # No trainer runs on the server's GPUs, but its adapters lie in the engine
+    # 1. The trainer, without an engine on its GPUs
+    trainer = planner.capacity(replace(setup, tensor_parallel_size=1, utilization=0.0))
+
+    # 2. The server at each tensor parallel size, without a trainer on its GPUs. But the adapters lie in the engine
     no_trainer = TrainerMemory(**{item.name: 0.0 for item in fields(TrainerMemory)})
-    no_trainer = replace(no_trainer, in_engine=of_trainer.trainer.in_engine)
+    no_trainer = replace(no_trainer, in_engine=trainer.trainer.in_engine)
     share = setup.utilization if setup.utilization is not None else SERVER_SHARE
     sizes = [setup.tensor_parallel_size]
     if setup.tensor_parallel_size is None:
-        # A server may have as many GPUs as it needs: on this number no size is left out, because all sizes divide it
+        # A server may have as many GPUs as it needs. All sizes divide the largest size, so none is left out
         sizes = planner.sizes_on(max(planner.sizes))
     servers = [Capacity(planner.plan_at(size), no_trainer, replace(setup, gpus=size), share) for size in sizes]
+
+    # 3. Take the smallest size with a KV cache that is large enough, or the smallest size of all
     fitting = [server for server in servers if server.why_no_cache is None]
-    return ServerCapacity((fitting or servers)[0], of_trainer)
+    server = fitting[0] if fitting else servers[0]
+    return ServerCapacity(server, trainer)

@@ -1,7 +1,8 @@
-"""Gain of rollouts that overlap with training: seconds of a step, from seconds of its parts.
+"""Gain of rollouts that overlap with training: seconds of a step, from seconds of the step's parts.
 
-`benchmarks/bench_overlap.py` simulates where this formula holds: completions of one length, and a bound on staleness
-of at least 1. Where lengths have a long tail, the next rollouts also fill the slots that the tail leaves empty.
+`benchmarks/bench_overlap.py` simulates where this formula holds: if all completions have one length, and the bound on
+staleness is at least 1. If lengths have a long tail, the gain is larger, because the next rollouts also fill the slots
+that the tail leaves empty.
 """
 
 from dataclasses import dataclass

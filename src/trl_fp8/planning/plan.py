@@ -1,19 +1,27 @@
 """The plan: what a recipe means for one model in modules, parameters and bytes, printed before training starts.
 
 Tensors that differ only in their layer's number share a row, with `*` for the number. So 400 linear layers take ten
-rows, and one that is kept in high precision stands out.
+rows, and a linear layer that is kept in high precision stands out.
 """
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
+from typing import NamedTuple
 
 from torch import nn
 
 from trl_fp8.recipe.messages import format_bytes
 from trl_fp8.recipe.outline import LayerCache, Outline
 from trl_fp8.recipe.recipe import FP8Recipe
+
+
+BLOCK_TOKENS = 16  # tokens of a block of vLLM's KV cache, unless states need larger ones
+# vLLM forms groups of layers. A group has as many layers as the most common kind, if these are fewer than this many
+# times the layers of the least common kind; otherwise as many as the least common kind
+MOST_PADDING = 1.5
 
 
 @dataclass(frozen=True)
@@ -24,9 +32,58 @@ class PlanRow:
     count: int  # number of tensors
     shape: tuple[int, ...]  # shape of each
     precision: str  # "fp8" or "bf16"
-    reason: str  # why it is not FP8; empty for FP8, and for embeddings, norms and biases, which never are
-    parameters: int  # of all `count` tensors
-    bytes_after: int  # in the engine, of all `count` tensors
+    # Why the tensors are not FP8. Empty for FP8, and for embeddings, norms and biases, which are never FP8
+    reason: str
+    parameters: int  # number of parameters of all `count` tensors together
+    bytes_after: int  # bytes of all `count` tensors together in the engine
+
+
+class _LayerKind(NamedTuple):
+    """Layers that keep the same of a sequence, on each rank."""
+
+    window: int | None  # the most tokens that are kept; None: all
+    token_bytes: float  # 0 if the layers cache no tokens
+    state_bytes: float  # 0 if the layers have no state
+
+    def cached_bytes(self, tokens: int) -> float:
+        """Return the bytes of a sequence's tokens in one layer."""
+        return min(tokens, self.window or tokens) * self.token_bytes
+
+
+def _hybrid_bytes(kinds: Mapping[_LayerKind, int], tokens: int) -> float:
+    """Return the bytes of a sequence on each rank, for a model whose layers keep different tokens, or states.
+
+    vLLM gives all layers pages of one size, and each state takes a whole page. vLLM also forms groups of layers of one
+    kind. All groups have the same number of layers, and vLLM allocates the pages of whole groups
+    (`get_kv_cache_groups`).
+
+    Args:
+        kinds: The number of layers of each kind.
+    """
+    # 1. The size of a page: some tokens of the layer with the most bytes per token, or the largest state
+    token_sizes = [kind.token_bytes for kind in kinds if kind.token_bytes]
+    largest_state = max(kind.state_bytes for kind in kinds)
+    block_tokens = BLOCK_TOKENS
+    if largest_state and token_sizes:
+        block_tokens *= ceil(largest_state / (BLOCK_TOKENS * min(token_sizes)))
+    largest_block = block_tokens * max(token_sizes, default=0.0)
+    page_bytes = max(largest_block, largest_state)
+
+    # 2. The number of layers in a group
+    least = min(kinds.values())
+    most = max(kinds.values())
+    group = most if most < MOST_PADDING * least else least
+
+    # 3. The pages of all groups
+    total = 0.0
+    for kind, layers in kinds.items():
+        pages = 2  # for a state: prefix caching also keeps the state at the end of the last full block
+        if kind.token_bytes:
+            # `round` removes FP64's rounding error, which could make one page more of a whole number
+            pages = ceil(round(kind.cached_bytes(tokens) / page_bytes, 6))
+        padded_layers = ceil(layers / group) * group
+        total += padded_layers * pages * page_bytes
+    return total
 
 
 @dataclass(frozen=True)
@@ -37,6 +94,8 @@ class KVCache:
     sliding windows            the same for the last tokens of the sequence
     MLA                        one latent vector per token, which every rank holds whole
     linear attention, ...      a state whose size does not depend on the sequence, divided over the ranks
+
+    A model whose layers are of several kinds takes more: see `_hybrid_bytes`.
     """
 
     layers: tuple[LayerCache, ...]
@@ -47,13 +106,20 @@ class KVCache:
     def sequence_bytes(self, tokens: int, fp8: bool) -> float:
         """Return the bytes of a sequence on each rank. `fp8`: whether the engine has an FP8 KV cache."""
         shares = min(self.ranks, self.kv_heads or self.ranks)  # further ranks hold copies of the KV heads
-        total = 0.0
+        kinds: Counter[_LayerKind] = Counter()  # number of layers of each kind
         for index, layer in enumerate(self.layers):
-            cached_bytes = min(tokens, layer.window or tokens) * self._token_bytes(index, fp8)
+            token_bytes = float(self._token_bytes(index, fp8))
             if not layer.is_latent:
-                cached_bytes /= shares
-            total += cached_bytes + layer.state_bytes / self.ranks
-        return total
+                token_bytes /= shares
+            state_bytes = layer.state_bytes / self.ranks
+            if token_bytes or state_bytes:
+                kinds[_LayerKind(layer.window, token_bytes, state_bytes)] += 1
+        has_states = any(kind.state_bytes for kind in kinds)
+        windows = {kind.window for kind in kinds}
+        if has_states or len(windows) > 1:
+            return _hybrid_bytes(kinds, tokens)
+        # All layers share their blocks of tokens. Only the last block of a sequence has unused places
+        return sum(kind.cached_bytes(tokens) * layers for kind, layers in kinds.items())
 
     def token_bytes(self, fp8: bool) -> int:
         """Return the bytes that a token takes in all layers together, before it leaves a sliding window."""
@@ -125,8 +191,9 @@ class Plan:
         lines.append(("total", "", "", *sizes, f"{self.fp8_share:.1%} of parameters fp8"))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, tuple("-" * width for width in widths))
-        columns = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<><>>><", widths, strict=True))
-        text = "\n".join(columns.format(*line).rstrip() for line in lines)
+        sides = "<><>>><"  # for each column: "<" aligns its cells left, ">" right
+        line_format = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+        text = "\n".join(line_format.format(*line).rstrip() for line in lines)
         recipe = self.recipe
         weights = f"{recipe.format.description}, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
         setup = f"tensor parallel size {recipe.tensor_parallel_size}, weights {weights}"
@@ -168,8 +235,15 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
     rows = []
     for (pattern, shape, precision, reason), count in counts.items():
         parameters = prod(shape) * count
-        after = count * recipe.format.weight_bytes(shape) if precision == "fp8" else 2 * parameters
-        rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after))
-    fp8_layers = frozenset(outline.kv_layers if recipe.fp8_kv_cache else ()).difference(recipe.kv_cache_skip_layers)
+        bytes_after = 2 * parameters
+        if precision == "fp8":
+            bytes_after = count * recipe.format.weight_bytes(shape)
+        row = PlanRow(
+            pattern, count, shape, precision=precision, reason=reason, parameters=parameters, bytes_after=bytes_after
+        )
+        rows.append(row)
+    fp8_layers: frozenset[int] = frozenset()
+    if recipe.fp8_kv_cache:
+        fp8_layers = frozenset(outline.kv_layers).difference(recipe.kv_cache_skip_layers)
     cache = KVCache(outline.caches, outline.kv_heads, recipe.tensor_parallel_size, fp8_layers)
     return Plan(outline, recipe, tuple(rows), cache)

@@ -22,10 +22,10 @@ class Risk(NamedTuple):
 
 
 def risks(plan: Plan, setup: Setup) -> list[Risk]:
-    """Return the risks of a model and of each feature under a plan, without those that the run config answers.
+    """Return the risks of a model and of each feature under a plan, without the risks that the run config answers.
 
     The run config answers a risk if one of the risk's flags has to be on and is on, or has to be off and is off. The
-    `flags` of a returned risk are those that the run config should still set.
+    `flags` of a returned risk are the flags that the run config should still set.
     """
     found = _of_model(plan, setup.args.base_in_engine)
     for group in setup.args.groups():
@@ -33,10 +33,13 @@ def risks(plan: Plan, setup: Setup) -> list[Risk]:
     chosen = {name: value for name, value in (setup.run_config or {}).items() if value is not None}
     unanswered = []
     for risk in found:
-        if not any(name in chosen and _answers(chosen[name], value) for name, value in risk.flags.items()):
-            # Name flags that are not set, and one that has to be off even if it is set: no run starts with its value
-            flags = {name: value for name, value in risk.flags.items() if name not in chosen or not value}
-            unanswered.append(Risk(risk.text, flags))
+        is_answered = any(name in chosen and _answers(chosen[name], value) for name, value in risk.flags.items())
+        if is_answered:
+            continue
+        # Name the flags that are not set. Name a flag that has to be off even if it is set: with its value no run
+        # starts
+        flags = {name: value for name, value in risk.flags.items() if name not in chosen or not value}
+        unanswered.append(Risk(risk.text, flags))
     return unanswered
 
 
@@ -61,7 +64,8 @@ def _of_model(plan: Plan, base_in_engine: bool) -> list[Risk]:
     if any(map(is_vision, outline.parameters)):
         found.append(Risk("its vision tower stays in BF16."))
         found.append(Risk("images with tensor parallelism, FSDP2 or ZeRO-3 have not been tested."))
-    if outline.stored_as and not (base_in_engine and outline.stored_as == "fp8"):  # an FP8 base is used as stored
+    used_as_stored = base_in_engine and outline.stored_as == "fp8"
+    if outline.stored_as and not used_as_stored:
         quantized = f"the checkpoint itself is quantized ({outline.stored_as})"
         at_syncs = ", and the engine gets weights that are quantized anew at every sync" if recipe.fp8_weights else ""
         found.append(Risk(f"{quantized}: it is dequantized for training{at_syncs}."))
@@ -70,9 +74,12 @@ def _of_model(plan: Plan, base_in_engine: bool) -> list[Risk]:
         found.append(Risk(text, {"router_aux_loss_coef": 0.0}))
     not_aligned = [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]
     if not recipe.fp8_weights and "fp8_weights is off" not in recipe.kept_modules.values():
-        # The output head and routers are BF16 in every model. Name one linear layer and one expert module as examples
-        in_bf16 = recipe.kept_modules.items()
-        reasons = {name: reason for name, reason in in_bf16 if reason not in ("output head", "router")}
+        # Name one linear layer and one expert module as examples. The output head and routers are no examples, because
+        # they are BF16 in every model
+        reasons = {}
+        for name, reason in recipe.kept_modules.items():
+            if reason not in ("output head", "router"):
+                reasons[name] = reason
         linears = [name for name in reasons if name not in outline.experts]
         experts = [name for name in reasons if name in outline.experts]
         examples = ", ".join(f"{name} ({reasons[name]})" for name in sorted(linears[:1] + experts[:1]))

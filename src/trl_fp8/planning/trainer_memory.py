@@ -2,19 +2,20 @@
 
     weights     FP32 by TRL's default for `dtype`. FSDP2 or ZeRO-3 divides them over all GPUs. In that case
                 accelerate casts trained weights to FP32 if they were loaded in another dtype (mixed precision)
-    gradients   of the trained weights, in their dtype and divided like them. With LoRA only of the adapters, which
-                are FP32
+    gradients   of the trained weights, in the dtype of the weights and divided like the weights. With LoRA only the
+                adapters are trained, which are FP32
     optimizer   Adam's two moments, each as large as the gradients
     reference   weights of the reference model, only with beta > 0 and without LoRA
-    copies      BF16 copies of linear layers' FP32 weights, which autocast makes and keeps during a forward. Only on
-                one GPU, because FSDP2 gathers one layer at a time. Autocast does not keep copies of frozen weights
-    inputs      of each layer, kept by gradient checkpointing. They have the dtype of the weights on one GPU, and are
-                BF16 on several (FSDP2's mixed precision)
+    copies      BF16 copies of linear layers' FP32 weights, which autocast makes and keeps during a forward. There are
+                such copies only on one GPU, because FSDP2 gathers one layer at a time, and only of trained weights,
+                because autocast does not keep copies of frozen weights
+    inputs      of each layer, kept by gradient checkpointing. On one GPU they have the dtype of the weights, and on
+                several GPUs they are BF16 (FSDP2's mixed precision)
     head        the gradient of the output head in TRL's chunked log-probs, accumulated in FP32, unsharded on every
-                rank. Not with LoRA. The logits of all tokens never exist at once
-    uncounted   transient memory, not in the total: what the running backward of a layer needs for each token, gathered
-                weights, gradients of activations, the CUDA context, fragmentation. On each GPU a plan keeps free the
-                larger of these bytes and the share `capacity.FREE`
+                rank; 0 with LoRA. The logits of all tokens never exist at once
+    uncounted   transient memory, not in the total: tensors that the running backward of a layer needs for each token,
+                gathered weights, gradients of activations, the CUDA context, fragmentation. On each GPU a plan keeps
+                free the larger of these bytes and the share `capacity.FREE`
 
 Features add their own changes with `FlagGroup.memory_changes`.
 """
@@ -96,35 +97,51 @@ def trainer_memory(outline: Outline, setup: Setup, recipe: FP8Recipe) -> Trainer
     args = setup.args
     gpus = setup.gpus
     is_sharded = gpus > 1
-    linears = {name: shape for name, shape in outline.linears.items() if name != "lm_head"}
     has_lora = setup.lora_rank is not None
+    tokens = args.per_device_train_batch_size * setup.tokens
+
+    # 1. Weights and adapters, over all GPUs
+    linears = {name: shape for name, shape in outline.linears.items() if name != "lm_head"}
     # A and B of each linear layer but the head, in FP32, whatever `lora_target_modules` selects
     adapter_bytes = 4 * (setup.lora_rank or 0) * sum(rows + columns for rows, columns in linears.values())
-    dtype = "float32" if is_sharded and not has_lora else setup.dtype  # accelerate casts trained, sharded weights
-    weight_bytes = BYTES[dtype]
-    weights = weight_bytes * sum(map(prod, outline.parameters.values()))
-    trained = adapter_bytes if has_lora else weights
-    # Rows and columns of the output head. If it is tied to the embedding, that is the largest matrix
+    dtype = setup.dtype
+    if is_sharded and not has_lora:  # accelerate casts trained, sharded weights
+        dtype = "float32"
+    itemsize = BYTES[dtype]
+    weight_bytes = itemsize * sum(map(prod, outline.parameters.values()))
+    trained_bytes = adapter_bytes if has_lora else weight_bytes
+
+    # 2. Sizes of the output head, and of linear layers and experts in all layers together
     matrices = [shape for shape in outline.parameters.values() if len(shape) == 2]
+    # If the head is tied to the embedding, it is no linear layer of the outline, but the largest matrix
     vocabulary, hidden = outline.linears.get("lm_head") or max(matrices, key=prod)
     experts = tuple(f"{name}." for name in outline.experts)
-    layer_parameters = 0  # of linear layers and experts, all layers together
+    layer_parameters = 0
     for name, shape in outline.parameters.items():
         if name.removesuffix(".weight") in linears or name.startswith(experts):
             layer_parameters += prod(shape)
-    # FSDP2 gathers at most this much at once, in BF16: two matrices of the vocabulary's size, and two layers
-    gathered = 2 * (2 * vocabulary * hidden + 2 * layer_parameters / outline.layers) if is_sharded else 0
-    tokens = args.per_device_train_batch_size * setup.tokens
+
+    # 3. Memory that only some setups need
+    reference_bytes = 0.0
+    if args.beta and not has_lora:  # with LoRA the reference is the policy with its adapters switched off
+        reference_bytes = weight_bytes / gpus
+    copied_bytes = 0
+    if not is_sharded and not has_lora and dtype == "float32":
+        copied_bytes = 2 * layer_parameters
+    gathered_bytes = 0
+    if is_sharded:  # FSDP2 gathers at most two matrices of the vocabulary's size and two layers at once, in BF16
+        gathered_bytes = 2 * (2 * vocabulary * hidden + 2 * layer_parameters / outline.layers)
+    input_itemsize = 2 if is_sharded else itemsize
+
     memory = TrainerMemory(
-        weights=(weights + adapter_bytes) / gpus,
-        gradients=trained / gpus,
-        optimizer=2 * trained / gpus,
-        # With LoRA the reference is the policy with its adapters switched off
-        reference=weights / gpus if args.beta and not has_lora else 0.0,
-        copies=0 if is_sharded or has_lora or weight_bytes == 2 else 2 * layer_parameters,
-        inputs=tokens * hidden * outline.layers * (2 if is_sharded else weight_bytes),
+        weights=(weight_bytes + adapter_bytes) / gpus,
+        gradients=trained_bytes / gpus,
+        optimizer=2 * trained_bytes / gpus,
+        reference=reference_bytes,
+        copies=copied_bytes,
+        inputs=tokens * hidden * outline.layers * input_itemsize,
         head=0 if has_lora else 4 * vocabulary * hidden,
-        uncounted=CONTEXT_BYTES + SAVED_BYTES * hidden * tokens + gathered,
+        uncounted=CONTEXT_BYTES + SAVED_BYTES * hidden * tokens + gathered_bytes,
     )
     for group in args.groups():
         for field_name, change in group.memory_changes(args, setup, outline, recipe).items():
@@ -138,8 +155,8 @@ def engine_adapters(outline: Outline, rank: int) -> int:
     Args:
         rank: R, the LoRA rank of the policy's adapters.
 
-    The engine fuses S linear layers of the policy into one with K in-features and N out-features. For it A is
-    `[S R, K]`, and B is `[N, S R]`, zero except for S blocks.
+    The engine fuses S linear layers of the policy into one with K in-features and N out-features. A of the fused layer
+    is `[S R, K]`. B is `[N, S R]`, zero except for S blocks.
     """
     shapes_by_fused = defaultdict(list)  # name of a fused linear layer -> shapes [rows, K] of its S parts
     for name, shape in outline.linears.items():

@@ -7,12 +7,14 @@ caches. The hook runs in front of that function. Features plug in the parts in b
                              ->  [replacement], which gets q, k, v and the scales  ->  [watcher]
 
 MLA caches a latent and the rotated part of the key, from which it expands k and v. So for MLA the hook also runs in
-front of the expansion: the observer gets the latent as k and as v, and the latent's round trip uses k's scale.
+front of the expansion (`_expand`): the observer gets the latent as k and as v, and the latent's round trip uses k's
+scale.
 
-Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
-hook. Eager attention has no entry in transformers' table, so this module registers one, `EAGER`.
+transformers looks up attention functions in a table by name. This module wraps the functions there (sdpa, flash,
+kernels) under their own names. A wrapped function calls the hook of its model, if there is one (`_through_hook`).
+Eager attention has no entry in the table, so this module registers one, `EAGER`.
 
-Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
+Shape letters: L layers, B sequences, H heads, T tokens, D head size. Scales `[L, 3]` have the columns q, k, v.
 """
 
 import sys
@@ -73,7 +75,10 @@ class Replacement(Protocol):
 
 
 class AttentionHook:
-    """A hook on a policy, inside any wrappers, until `remove`. It does nothing while nothing is plugged in."""
+    """A hook on a policy until `remove`. It does nothing while nothing is plugged in.
+
+    The policy may be wrapped (PEFT, DDP, FSDP2): the hook is on the transformers model inside.
+    """
 
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
@@ -89,10 +94,10 @@ class AttentionHook:
         self._note: Callable | None = None  # see `watched`
         self.skip(skip_layers)
         self._real_BT: Tensor | None = None  # False at padding; None: there is no padding
-        self._latents: dict[int, Tensor] = {}  # MLA layer -> what it caches, between `_expand` and `attend`
+        self._latents: dict[int, Tensor] = {}  # MLA layer -> the latent that it caches; from `_expand` to `attend`
         decoder = self.base.get_decoder()
-        # Modules that transformers passes to the attention function, or to the cache, have this attribute. A layer
-        # that calls no registered function is not hooked, and calibration then raises an error with its number.
+        # Modules that transformers passes to the attention function, or to the cache, have `layer_idx`. A layer that
+        # calls no registered function is not hooked, and calibration then raises an error with the layer's number
         self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
         self._hooked = ""  # name of the function that calls the hook
         self.stay_in_place()
@@ -131,7 +136,7 @@ class AttentionHook:
             self.scales_L3 = scales_before
 
     def replace(self, replacement: Replacement | None) -> None:
-        """Let `replacement` compute attention while it is on; None: the policy's own function always does."""
+        """Let `replacement` compute attention while it is `on`. With None, the policy's own function computes it."""
         self._replacement = replacement
 
     @contextmanager
@@ -155,8 +160,8 @@ class AttentionHook:
         self.query_rounded = rounded
 
     def simulate(self, scales_L3: Tensor | None) -> None:
-        """Let attention see k and v as an FP8 cache under these scales holds them; None: as they are."""
-        # Callers leave it set until the backward ends, in which gradient checkpointing runs the forward again
+        """Let attention see k and v as an FP8 cache under these scales holds them. None: k and v are not rounded."""
+        # Callers leave the scales set until after the backward, in case gradient checkpointing repeats the forward
         self.scales_L3 = scales_L3
 
     def remove(self) -> None:
@@ -173,11 +178,15 @@ class AttentionHook:
         return self.base.device
 
     def stay_in_place(self) -> None:
-        """Hook the function that attention calls now, because `set_attn_implementation` may have set another."""
-        if self._hooked and self._used in (self._hooked, EAGER):  # EAGER: see `watched`
+        """Hook the attention function that the config names now. `set_attn_implementation` may have changed it.
+
+        `implementation` is the name that the config had before this method changed it, and `_used` is its name now.
+        `_hooked` is the name of the hooked function: EAGER for eager attention, otherwise `implementation`.
+        """
+        if self._hooked and self._used in (self._hooked, EAGER):  # inside `watched` the function is EAGER
             return
         self.implementation = self._used
-        if self.implementation in ("eager", EAGER):  # EAGER: a model that was made from a hooked model's config
+        if self.implementation in ("eager", EAGER):  # a model made from a hooked model's config begins with EAGER
             self._hooked = EAGER
             self._use(EAGER)
         else:
@@ -216,8 +225,9 @@ class AttentionHook:
         if scales is not None and not hasattr(module, "expand_kv"):  # MLA's k and v were rounded in `_expand`
             rounded_q = cache_round_trip(query, scales[0]) if self.query_rounded else query
             states = rounded_q, cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
-        if self._is_replaced:
-            output = self._replacement.attend(layer, (query, key, value), batch, scales, kwargs), None
+        if self._is_replaced:  # a replacement rounds q, k and v itself
+            attended = self._replacement.attend(layer, (query, key, value), batch, scales, kwargs)
+            output = attended, None  # without attention weights
         else:
             output = inner(module, *states, attention_mask, **kwargs)
         if self._note is not None:
@@ -239,7 +249,10 @@ class AttentionHook:
         return self._replacement is not None and self._replacement.on
 
     def _scales(self, layer: int) -> Tensor | None:
-        return None if self.scales_L3 is None or layer in self.skip_layers else self.scales_L3[layer]
+        """Return the scales `[3]` of a layer's simulated cache; None if the layer's cache is not simulated."""
+        if self.scales_L3 is None or layer in self.skip_layers:
+            return None
+        return self.scales_L3[layer]
 
     def _note_padding(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         mask = kwargs.get("attention_mask")
@@ -256,28 +269,33 @@ class AttentionHook:
         if not in_use or self._real_BT is None or kwargs.get("position_ids") is not None:
             return args, kwargs | options
         # The trainer pads on the left. transformers counts positions from the first padding, an engine from the first
-        # real token. Scores do not change with such a shift, but RoPE rotates k by it, so that k has another largest
-        # element, and other bytes in e4m3. If the mask also covers cached tokens, this forward has the last positions
-        positions = (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
-        return args, kwargs | options | {"position_ids": positions}
+        # real token. Scores do not change with such a shift, but RoPE rotates k by the shift, so that k has another
+        # largest element, and other bytes in e4m3
+        positions = (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)
+        # If the mask also covers cached tokens, the tokens of this forward have the last positions
+        own_positions = positions[:, -tokens.shape[1] :]
+        return args, kwargs | options | {"position_ids": own_positions}
 
     @property
     def _used(self) -> str:
         return self.base.config.get_text_config()._attn_implementation
 
     def _use(self, implementation: str) -> None:
-        """Set the attention implementation of the language model alone.
+        """Set the attention implementation of the language model, and keep those of other parts of the model.
 
-        Towers of images and sounds may have another one, which a string in place of the dictionary would replace.
+        Given a string, transformers would set it for all parts. A vision tower, for example, may have another one.
         """
         config = self.base.config
         text = config.get_text_config()
         parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
-        self.base.set_attn_implementation({parts[0]: implementation} if parts else implementation)
+        if parts:
+            self.base.set_attn_implementation({parts[0]: implementation})
+        else:
+            self.base.set_attn_implementation(implementation)
 
 
 def hook_of(model: nn.Module) -> AttentionHook:
-    """Return the hook installed on a policy; a new one if there is none."""
+    """Return the hook that is installed on a policy. Install one if there is none."""
     hook = _installed_hook(model)
     if hook is None:
         return AttentionHook(model)
@@ -287,7 +305,7 @@ def hook_of(model: nn.Module) -> AttentionHook:
 
 @contextmanager
 def hooked(model: nn.Module) -> Iterator[AttentionHook]:
-    """Yield the hook of a policy for the block. It is removed afterwards if it was not there before."""
+    """Yield the hook of a policy for the block. Remove the hook afterwards if this call installed it."""
     was_installed = _installed_hook(model) is not None
     hook = hook_of(model)
     try:
@@ -305,6 +323,7 @@ def _installed_hook(model: nn.Module) -> AttentionHook | None:
 
 
 def _wrap_registered(name: str) -> None:
+    """Wrap the attention function that transformers knows by `name`, once."""
     attend = ALL_ATTENTION_FUNCTIONS[name]
     if attend in _HOOKED:
         return
@@ -318,15 +337,18 @@ def _wrap_registered(name: str) -> None:
 
 
 def _eager(module, *args, **kwargs):
-    # The file that defines the attention class, or one of its bases, defines its eager function
+    """Compute eager attention through the hook. This is the function that transformers calls by the name `EAGER`."""
+    # The file that defines the attention class, or one of its bases, defines the eager function
     files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     attend = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
     return _through_hook(attend, module, *args, **kwargs)
 
 
 def _through_hook(attend, module, *args, **kwargs):
-    hook = getattr(module, _HOOK, None)  # none: a vision tower, or a model made from a hooked model's config
-    return attend(module, *args, **kwargs) if hook is None else hook.attend(attend, module, *args, **kwargs)
+    hook = getattr(module, _HOOK, None)
+    if hook is None:  # a module of a vision tower, or of a model that was made from a hooked model's config
+        return attend(module, *args, **kwargs)
+    return hook.attend(attend, module, *args, **kwargs)
 
 
 def _eager_mask(*args, mask_function: Callable = causal_mask_function, **kwargs) -> Tensor:

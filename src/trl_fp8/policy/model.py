@@ -1,11 +1,14 @@
 """Properties of the trained model, and repairs of its processor and of a model from a quantized checkpoint.
 
 A policy that starts from an FP8 checkpoint such as Qwen3-8B-FP8, or from GPT-OSS with its experts in MXFP4, is trained
-and saved in high precision. Without help transformers 5.17 does not do that. On a GPU it keeps the quantized weights,
-which cannot be trained. Where it dequantizes, `save_pretrained` reverts that incorrectly. A model from FP8 is saved
-with every matrix in FP8, embeddings and output head included. A model from MXFP4 is saved with the experts of only one
-layer, under names that it does not have. `quantization_config` is dropped in both cases, so the saved model loads as
-noise. Experts from MXFP4 are in BF16, whatever dtype was requested.
+and saved in high precision. `dequantizing_config` and `in_high_precision` are for this purpose, because transformers
+5.17 by itself goes wrong:
+
+- On a GPU it keeps the quantized weights, which cannot be trained.
+- Where it dequantizes the weights, `save_pretrained` quantizes them again, incorrectly. A model from FP8 is saved with
+  every matrix in FP8, embeddings and output head included. A model from MXFP4 is saved with the experts of only one
+  layer, under wrong names. In both cases `quantization_config` is dropped, so the saved model loads as noise.
+- Experts from MXFP4 are in BF16, whatever dtype was requested.
 """
 
 from accelerate.utils import is_peft_model
@@ -31,8 +34,10 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 def decoder_input(args: tuple, kwargs: dict) -> Tensor | None:
     """Return the token ids `[B, T]`, or embeddings `[B, T, K]`, with which a decoder is called, or None."""
-    tensors = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-    return next((tensor for tensor in tensors if tensor is not None), None)
+    for tensor in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
+        if tensor is not None:
+            return tensor
+    return None
 
 
 def is_reference(model: nn.Module) -> bool:
@@ -77,10 +82,11 @@ def dequantizing_config(
 def require_countable_experts(model: nn.Module, coefficient: float | None) -> None:
     """Raise `ValueError` if TRL 1.16 would compute a load-balancing loss without finding the number of experts.
 
-    `coefficient` is the flag router_aux_loss_coef. None: the one in the model's config counts.
+    `coefficient` is the flag router_aux_loss_coef. With None the coefficient in the model's config counts.
     """
     config = transformers_model(model).config.get_text_config()
-    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    if coefficient is None:
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
     if coefficient and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
         raise ValueError(
             f"router_aux_loss_coef={coefficient} with a model of type {config.model_type!r}: TRL's load-balancing "
@@ -102,17 +108,21 @@ def in_high_precision(model: nn.Module) -> None:
     base = transformers_model(model)
     # Drop the conversions that read scales: they dequantized the checkpoint, and save_pretrained would revert them
     conversions = getattr(base, "_weight_conversions", None) or []
-    remaining = [each for each in conversions if not any(name.endswith(_SCALES) for name in each.source_patterns)]
+    remaining = []
+    for conversion in conversions:
+        reads_scales = any(name.endswith(_SCALES) for name in conversion.source_patterns)
+        if not reads_scales:
+            remaining.append(conversion)
     if len(remaining) < len(conversions):
         base._weight_conversions = remaining
-        for _, experts in expert_modules(base):
+        for _, experts in expert_modules(base):  # in BF16 if they were dequantized from MXFP4
             experts.to(base.dtype)
 
 
 def make_lists(processor: ProcessorMixin) -> None:
     """Make `processor` return several prompts as lists from now on, unless a call asks for tensors.
 
-    TRL 1.16 tokenizes prompts of many lengths at once, as lists. Some processors, such as Mistral
+    TRL 1.16 tokenizes prompts of many lengths at once, which only lists can hold. Some processors, such as Mistral
     3's, return one tensor by default, and TRL has no way to change that.
     """
     options = getattr(processor, "valid_processor_kwargs", None)

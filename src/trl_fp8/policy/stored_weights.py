@@ -1,11 +1,15 @@
-"""Loading of a checkpoint's weights into the model that a run trains.
+"""Loading of a checkpoint's weights into the model that a run trains, and checks that no trained weight is missing.
+
+    load_weights              copies a whole checkpoint into the model
+    load_adapter              copies an adapter's checkpoint into the model
+    unsaved_beside_adapters   finds trained parameters that an adapter's checkpoint leaves out
 
 Some tensors have other names in a checkpoint than in the model: experts, and all tensors of Gemma 3 with images.
 transformers 5.17's Trainer loads with `load_state_dict(strict=False)`, which skips them silently. Here transformers'
 own loader renames and fuses tensors, as in `from_pretrained`, and each result is copied into the existing parameter.
 
-Beside the model, only the tensors of one parameter are in memory. For this HF_DEACTIVATE_ASYNC_LOAD is set: without it
-transformers would read ahead, and could put the complete checkpoint into host memory on every rank.
+Beside the model, only the tensors of one parameter are in memory. For this purpose HF_DEACTIVATE_ASYNC_LOAD is set.
+Otherwise transformers would read ahead, and could put the complete checkpoint into host memory on every rank.
 """
 
 import json
@@ -15,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
@@ -32,8 +36,9 @@ _NO_READING_AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # environment variable of transf
 def weight_files(folder: str | Path) -> list[str]:
     """Return the weight files that `save_pretrained` wrote to `folder`; empty if there are none."""
     for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
-        if Path(folder, name).exists():
-            return [str(Path(folder, name))]
+        file = Path(folder, name)
+        if file.exists():
+            return [str(file)]
         index = Path(folder, f"{name}.index.json")
         if index.exists():
             shards = set(json.loads(index.read_text())["weight_map"].values())
@@ -80,18 +85,30 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
     require_none_missing(missing, f"{folder} lacks", f"It holds another model, or is not complete.{failures}")
 
 
-def require_adapter(model: PeftModel, folder: str | Path) -> None:
-    """Raise `ValueError` if the checkpoint in `folder` lacks a trained parameter of the active adapter."""
+def load_adapter(model: PeftModel, folder: str | Path) -> None:
+    """Copy the active adapter of the checkpoint in `folder` into `model`, if it is there in safetensors.
+
+    transformers 5.17's Trainer does not always load this adapter. If PEFT wrote another adapter into a folder of its
+    own, such as TRL's copy "ref" of the default adapter, a resumed run gets only the adapters in such folders. And
+    the best model gets no adapter from such a folder.
+
+    Raises:
+        ValueError: The checkpoint lacks a trained parameter of the adapter.
+    """
     adapter = model.active_adapters[0]
     # PEFT writes the default adapter into the folder itself, and any other into a folder of its name
-    file = Path(folder, "" if adapter == "default" else adapter, ADAPTER_SAFE_WEIGHTS_NAME)
-    if file.exists():
-        with safe_open(file, framework="pt") as stored:
-            stored_names = set(stored.keys())
-        trained = [name for name, tensor in _adapter(model).items() if tensor.requires_grad]
-        missing = [name for name in trained if name not in stored_names]
-        advice = "It holds another adapter: give the peft_config that it was made with."
-        require_none_missing(missing, f"{folder} lacks", advice)
+    adapter_folder = Path(folder, "" if adapter == "default" else adapter)
+    file = adapter_folder / ADAPTER_SAFE_WEIGHTS_NAME
+    if not file.exists():
+        return
+    with safe_open(file, framework="pt") as stored:
+        stored_names = set(stored.keys())
+    trained = [name for name, tensor in _adapter(model).items() if tensor.requires_grad]
+    missing = [name for name in trained if name not in stored_names]
+    advice = "It holds another adapter: give the peft_config that it was made with."
+    require_none_missing(missing, f"{folder} lacks", advice)
+    weights = load_peft_weights(str(adapter_folder), device="cpu")
+    set_peft_model_state_dict(model, weights, adapter_name=adapter)
 
 
 def unsaved_beside_adapters(model: PeftModel) -> list[str]:
@@ -101,7 +118,7 @@ def unsaved_beside_adapters(model: PeftModel) -> list[str]:
 
 
 def require_none_missing(missing: Sequence[str], problem: str, advice: str) -> None:
-    """Raise `ValueError` if parameters are `missing`. The message is `problem`, the first of them, and `advice`."""
+    """Raise `ValueError` if parameters are `missing`. The message is `problem`, the first name, and `advice`."""
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{problem} {missing[0]}{more}, which the run trains. {advice}")

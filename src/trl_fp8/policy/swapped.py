@@ -1,13 +1,14 @@
-"""Replacements, in place, of what a policy computes: in a module, in one function, in its output head.
+"""Replacements, in place, of what a policy computes: in a module (`swap`), in one function (`own_gradient`), in its
+output head (`scored_by`).
 
-`swap` exchanges the class of a module. The module stays the same object, and so do its parameters, names, state dict,
+`swap` exchanges the class of a module. The module stays the same object and keeps its parameters, names, state dict,
 hooks, PEFT wrappers and sharding.
 
 `own_gradient` returns the engine's value with the gradient of the policy's own function, a straight-through estimator.
 It serves all operations except large GEMMs.
 
-    forward    y = engine(x)                                  on the engine's tensors; only x is saved for the backward
-    backward   d policy(x, parameters) / d (x, parameters)    of the policy's own, unquantized computation, in FP32
+    forward    y = engine(x)                                  with the engine's tensors; only x is saved
+    backward   d policy(x, parameters) / d (x, parameters)    by the policy's own, unquantized computation, in FP32
 
 The backward runs the policy's forward once more. That is cheap for norms, rotary embeddings and activation functions;
 for experts there is no cheaper way. Linear layers, attention and the output head have their own backwards.
@@ -49,7 +50,8 @@ class HoldsCodes:
     dtype of the hidden states.
     """
 
-    codes: Float8Tensor | dict[str, Float8Tensor] | None  # dict: of experts, by parameter; None: not in the engine yet
+    # Codes of a linear layer, or of experts by name of the parameter; None: the engine does not have the codes yet
+    codes: Float8Tensor | dict[str, Float8Tensor] | None
 
 
 class Swapper:
@@ -63,7 +65,8 @@ class Swapper:
 def release(model: nn.Module) -> None:
     """Undo the swaps that an earlier trainer left in the policy, whose modules would still call its engine."""
     for module in list(model.modules()):
-        for swapper in [value for value in vars(module).values() if isinstance(value, Swapper)]:
+        swappers = [value for value in vars(module).values() if isinstance(value, Swapper)]
+        for swapper in swappers:
             swapper.remove()
 
 
@@ -83,6 +86,7 @@ def restore(module: nn.Module) -> None:
 
 @cache
 def _swapped(mixin: type, cls: type[nn.Module], attributes: tuple[str, ...]) -> type:
+    """Return a subclass of `mixin` and `cls`. It has what `restore` and `_as_before` need as class attributes."""
     members = {"__module__": cls.__module__, "__reduce_ex__": _as_before, "before": cls, "attributes": attributes}
     return type(f"Followed{cls.__name__}", (mixin, cls), members)
 
@@ -95,7 +99,7 @@ def _as_before(module: nn.Module, protocol: int) -> tuple:
 
 
 def _empty(cls: type[nn.Module]) -> nn.Module:
-    # Not `copyreg.__newobj__`, which pickle accepts only with the object's present class
+    # `copyreg.__newobj__` would do the same, but pickle accepts it only with the object's present class
     return cls.__new__(cls)
 
 
@@ -139,7 +143,7 @@ class _OwnGradient(torch.autograd.Function):
     def backward(ctx, *gradients):
         saved = ctx.saved_tensors
         is_needed = ctx.needs_input_grad[3:]  # without engine, policy and dtype
-        needed = [number for number, need in enumerate(is_needed) if need]
+        # 1. Run the policy's own forward once more, in `dtype`
         inputs = list(saved)
         for number, tensor in enumerate(saved):
             if tensor.is_floating_point():
@@ -147,9 +151,17 @@ class _OwnGradient(torch.autograd.Function):
         with torch.enable_grad(), torch.autocast(gradients[0].device.type, enabled=False):
             outputs = ctx.policy(*inputs)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [(out, dy.to(out.dtype)) for out, dy in zip(outputs, gradients, strict=True) if out.requires_grad]
-        values, dys = zip(*pairs, strict=True)
-        computed = torch.autograd.grad(values, [inputs[number] for number in needed], dys, allow_unused=True)
+        # 2. Compute the gradients of the inputs that need one
+        differentiable = []
+        output_gradients = []
+        for output, gradient in zip(outputs, gradients, strict=True):
+            if output.requires_grad:
+                differentiable.append(output)
+                output_gradients.append(gradient.to(output.dtype))
+        needed = [number for number, need in enumerate(is_needed) if need]
+        needed_inputs = [inputs[number] for number in needed]
+        computed = torch.autograd.grad(differentiable, needed_inputs, output_gradients, allow_unused=True)
+        # 3. Return a gradient, or None, for each argument of `forward`
         input_gradients = [None] * len(saved)
         for number, gradient in zip(needed, computed, strict=True):
             if gradient is not None:

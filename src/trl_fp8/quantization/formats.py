@@ -1,4 +1,8 @@
-"""Formats of FP8 weights and their scales, without torch. A format is one `FormatSpec` and an entry of `FORMATS`."""
+"""Formats of FP8 weights and their scales: `BLOCKS`, `TENSOR` and `MXFP8`. Imports no torch.
+
+A format is one `FormatSpec` and an entry of `FORMATS`. Codecs and kernels read from it how to quantize, recipes which
+layers can be FP8, and engines and exports how vLLM names and stores codes and scales.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,19 +13,21 @@ from typing import Literal, NamedTuple
 E4M3_MAX = 448.0  # largest value of e4m3 (`torch.float8_e4m3fn`), which has no infinity
 BLOCK = 128  # side of a weight's block, and length of an activation's group
 # Smallest amax that a weight's scale is made from. Kernels multiply the scales of weight and activation, and some
-# return NaN if these scales are tiny (flashinfer#2595: blocks of dead experts). A block below this floor adds nothing
-# to a sum with a normal block
+# kernels return NaN if these scales are tiny (flashinfer#2595: blocks of dead experts). A block whose amax is below
+# this floor adds nothing to a sum with a normal block
 WEIGHT_AMAX_FLOOR = 1e-12
-# Floor of activations in vLLM's kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu). It only keeps an
-# all-zero group from dividing by zero: an amax that matters is larger
+# Smallest amax of activations in vLLM's kernels (csrc/quantization/w8a8/fp8/per_token_group_quant.cu). The floor only
+# keeps an all-zero group from dividing by zero: the amax of a group that matters is larger
 ACTIVATION_AMAX_FLOOR = 1e-10
-# Some of vLLM's kernels clamp the scale instead, to at least 1 / (448 * 512), the scale of an amax of 1 / 512: the
-# torch path (QuantFP8.forward_native) and the fused activation and quantization (silu_and_mul_per_block_quant)
+# Two of vLLM's kernels clamp the scale instead of the amax, to at least 1 / (448 * 512): the torch path
+# (QuantFP8.forward_native) and the fused activation and quantization (silu_and_mul_per_block_quant). This amax has
+# that scale
 FLOORED_SCALE_AMAX = 1 / 512
-# Floor of activations in vLLM's MXFP8 quantizer (mxfp8_utils.py): 2^-127 is the smallest scale, an e8m0 number
+# Smallest amax of activations in vLLM's MXFP8 quantizer (mxfp8_utils.py): its smallest scale is 2^-127, the smallest
+# e8m0 number
 E8M0_AMAX_FLOOR = 448 * 2.0**-127
-# Checksums (codec/digest.py) multiply the word in row r and column c by the key 2 (r + c COLUMN_STEP) + 1. Any large
-# odd int64 will do
+# Checksums (codec/digest.py) multiply the word in row r and column c by the key 2 (r + c COLUMN_STEP) + 1. COLUMN_STEP
+# can be any large odd int64
 COLUMN_STEP = 0x1E3779B97F4A7C15
 
 FIRST_CAPABILITY = (8, 9)  # compute capability of the first GPUs that multiply e4m3 numbers (Ada)
@@ -37,9 +43,8 @@ class ActivationScaling(NamedTuple):
     amax_floor: float = ACTIVATION_AMAX_FLOOR  # smallest amax that a scale is made from
     # Elements that share a scale: a "group" of one token's elements, a whole "token", or the "tensor" (a batch)
     scope: str = "group"
-    reciprocal: bool = (
-        False  # whether the kernel multiplies by the rounded reciprocal of the scale instead of dividing
-    )
+    # Whether the kernel multiplies by the rounded reciprocal of the scale; False: the kernel divides by the scale
+    reciprocal: bool = False
 
 
 def check_scale_format(scale_format: str) -> None:
@@ -59,13 +64,13 @@ class FormatSpec:
     description: str  # the format of the weights in words, for tables and model cards
     help: str  # help text of this value of the flag
     weight_block: tuple[int, int] | None  # rows and columns that share a scale; None: the whole weight
-    activation_group: int | None  # number of a token's elements that share a scale; None: all of them
+    activation_group: int | None  # number of a token's elements that share a scale; None: all its elements
     weight_amax_floor: float  # smallest amax that a weight's scale is made from
-    scale_suffix: str  # a weight's name with this suffix is that of its scales, in checkpoints and in vLLM
-    alignment: int  # both sides of each weight's shard must be multiples of it
+    scale_suffix: str  # a weight's name with this suffix is the name of its scales, in checkpoints and in vLLM
+    alignment: int  # both sides of each weight's shard must be multiples of this number
     requirement: str  # what `alignment` and `smallest_side` demand, in words: "shards that ..."
-    # Names of vLLM's kernels that are allowed. They read weight and scales anew in each call, so that a sync reaches
-    # them, and compute each row by itself
+    # Names of vLLM's kernels that are allowed. These kernels read weight and scales anew in each call, so that a sync
+    # reaches them, and compute each row independently of the other rows
     kernels: tuple[str, ...]
     readers: str  # a sentence for the model card: which libraries load a checkpoint of the format
     linear_backend: str | None = None  # vLLM's `linear_backend` on CUDA; None: the fastest one (engine/vllm/gemms.py)
@@ -128,11 +133,12 @@ class FormatSpec:
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape `[..., n, k]` of the scales of a weight `[..., N, K]`. A ragged block has a scale, too."""
-        rows, columns = self.weight_block or shape[-2:]
-        return *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)
+        *lead, rows, columns = shape
+        block_rows, block_columns = self.weight_block or (rows, columns)
+        return *lead, -(-rows // block_rows), -(-columns // block_columns)
 
     def held_scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales in an engine, where the one scale of a whole weight is 0-d."""
+        """Return the shape of the scales in an engine. If the whole weight has one scale, the scale is 0-d there."""
         return self.scale_shape(shape) if self.weight_block else ()
 
     def weight_bytes(self, shape: Sequence[int]) -> int:
@@ -224,6 +230,12 @@ def format_named(name: str) -> FormatSpec:
 
 
 def format_stored(weight_block: Sequence[int] | None) -> FormatSpec | None:
-    """Return the format of a checkpoint with this `weight_block_size` (None: one scale per weight). None: unknown."""
+    """Return the format of a checkpoint with this `weight_block_size`, or None if no format has such blocks.
+
+    `weight_block` None: each weight has one scale.
+    """
     block = tuple(weight_block) if weight_block else None
-    return next((spec for spec in FORMATS.values() if spec.weight_block == block), None)
+    for spec in FORMATS.values():
+        if spec.weight_block == block:
+            return spec
+    return None

@@ -23,7 +23,7 @@ class Family:
     """Properties of a model type. The defaults are those of most types."""
 
     tested: bool = True  # tiny policies of this type went through a whole run (testing/matrix)
-    # Why no engine can serve it; empty: one can. Types that a parameter's name gives away are in `servable.py`
+    # Why no engine can serve this type; empty if an engine can. `servable.py` refuses more types, by parameters' names
     refused: str = ""
     by_transformers: bool = False  # vLLM has no class of its own and serves it by transformers' modeling code
     # vLLM's class computes only these activations. For others it raises, or silently computes SiLU. Empty: any
@@ -31,24 +31,25 @@ class Family:
     one_window: bool = False  # vLLM's class gives all layers one sliding window, or none
     sees_images_whole: bool = False  # tokens of an image attend to all of it, which FlashAttention 3 cannot mask
     sinks: bool = False  # its attention may have sinks
-    stored: Parts = ()  # transformers' names -> the checkpoint's names, which transformers renames while it loads
+    stored: Parts = ()  # transformers' names -> the checkpoint's names, where loading in transformers changes names
     in_engine: Parts = ()  # the checkpoint's names -> the names of modules in vLLM's class
-    # Ends of transformers' names of weights that vLLM's class holds in FP32. Checkpoints store these in FP32, too
+    # Suffixes of the weights (in transformers' names) that vLLM's class holds in FP32, as checkpoints do
     fp32: tuple[str, ...] = ()
     experts_together: bool = False  # published checkpoints have the experts of a layer in one tensor
     experts_counted: bool = True  # False: its config has no num_experts, which TRL's load-balancing loss reads
-    fuses_unsaid: bool = False  # vLLM's class fuses layers without listing them (no packed_modules_mapping)
+    fuses_unsaid: bool = False  # vLLM's class fuses layers but does not list them (has no packed_modules_mapping)
     # While vLLM loads, it renames `weight_scale_inv` to the name of per-tensor scales, so it cannot read blocks
     scales_renamed: bool = False
     followed: bool = False  # a trainer can compute its layers with the engine's operations (one_forward)
-    # Operations that vLLM's class itself compiles on CUDA, so that no trainer can call them
+    # Operations that vLLM's class itself compiles on CUDA, so that no trainer can call them. The words stand in the
+    # error "vLLM compiles its ..., so the trainer cannot get the same bits"
     compiled_on_cuda: str = ""
     engine_fields: Callable[[Config], Fields] = lambda config: {}  # config -> fields that vLLM needs in it
 
 
 # `engine_fields`: vLLM's classes read these fields of a config, and transformers' classes ignore them. Checkpoints of
-# the Hub have the right values, but a config made in memory may lack them or contradict them. The functions below
-# return the values that describe what the policy's class, which is transformers', computes. Without `moe_router_dtype`
+# the Hub have the right values, but a config made in memory may lack them or contradict them. The policy's class is
+# transformers', and each function below returns the values that make vLLM compute the same. Without `moe_router_dtype`
 # vLLM would round the routers' logits to BF16.
 
 
@@ -83,7 +84,8 @@ def _minimax_m2(config: Config) -> Fields:
 
 def _dense_layers(config: Config) -> int:
     """Return the number of layers before the first one with experts."""
-    return [*config["mlp_layer_types"], "sparse"].index("sparse")
+    types = config["mlp_layer_types"]
+    return types.index("sparse") if "sparse" in types else len(types)
 
 
 def _require_interleaved(config: Config) -> None:
@@ -119,7 +121,7 @@ _ROWS = {
     "apertus": Family(activations=("xielu",)),
     "arcee": Family(activations=("relu2",)),
     "axk1": _refused("vLLM's class has another name for the norm after the experts"),
-    # On CUDA vLLM itself compiles `commandr.layer_norm_func`, differently for one row and for many
+    # vLLM compiles `commandr.layer_norm_func`
     "cohere": Family(followed=True, compiled_on_cuda="norms, in one way for a single row and in another for several,"),
     "cohere2": Family(),
     "cohere2_moe": Family(),
@@ -242,8 +244,8 @@ _ROWS = {
 
 
 def families_with(vllm: VLLM) -> dict[str, Family]:
-    """Return the rows for a version of vLLM: `_ROWS`, changed for types that the version serves by transformers' code,
-    whose modules it names otherwise, or that it cannot serve.
+    """Return the rows for a version of vLLM: `_ROWS`, changed where that version serves a type by transformers' code,
+    has other names of modules, or cannot serve the type.
     """
     families = dict(_ROWS)
     for kind in vllm.by_transformers:

@@ -1,4 +1,7 @@
-"""The outline of a transformers or PEFT model, meta and sharded parameters included, or of a checkpoint's config."""
+"""`outline_of` and `outline_of_pretrained`: the outline of a model, or of a checkpoint by its config alone.
+
+A model is one of transformers or PEFT. Its parameters may be on the meta device, or sharded.
+"""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -27,9 +30,13 @@ def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
     """
     try:
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
-        named = getattr(transformers, (config.architectures or [""])[0], None)
-        with torch.device("meta"), meta_device_safe_creation_ops():  # as from_pretrained builds it
-            empty = named(config) if named else AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        class_name = config.architectures[0] if config.architectures else ""
+        model_class = getattr(transformers, class_name, None)
+        with torch.device("meta"), meta_device_safe_creation_ops():  # as from_pretrained builds a model
+            if model_class:
+                empty = model_class(config)
+            else:
+                empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return outline_of(empty)
     except OSError:
         raise
@@ -44,7 +51,8 @@ def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
 def outline_of(model: nn.Module) -> Outline:
     """Return the outline of a causal LM, also on the meta device, sharded, or wrapped by PEFT."""
     text = model.config.get_text_config()
-    config_rope = getattr(text, "rope_parameters", None) or {}  # one for the model, or one for each kind of layers
+    # `rope_parameters` are the parameters of all layers, or a dictionary: kind of layers -> their parameters
+    config_rope = getattr(text, "rope_parameters", None) or {}
     candidates = [config_rope] if "rope_type" in config_rope else config_rope.values()
     ropes = [rope for rope in candidates if isinstance(rope, dict) and "rope_type" in rope]
     linear_factors = [rope["factor"] for rope in ropes if rope["rope_type"] == "linear"]
@@ -52,7 +60,10 @@ def outline_of(model: nn.Module) -> Outline:
     base = model.get_base_model() if is_peft_model(model) else model
     class_name = type(base).__name__
     heads, kv_heads, head_dim = _heads(text)
-    tensors = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if not of_adapter(name, model):
+            tensors[checkpoint_name(name)] = parameter
     tensors |= persistent_buffers(model)
     tensors |= _shared_weights(model)
     experts = {name: _has_usual_layout(module) for name, module in expert_modules(model)}
@@ -84,11 +95,11 @@ def outline_of(model: nn.Module) -> Outline:
 
 
 def caches_of(text: Any, **fields: Any) -> tuple[LayerCache, ...]:
-    """Return the cache of each decoder layer of a text config; `fields` override the config's."""
-    # Jamba's config derives layer_types in a property, which `to_dict` leaves out
-    fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)} | fields
+    """Return the cache of each decoder layer of a text config. `fields` replace fields of the config."""
+    # `to_dict` leaves out Jamba's layer_types, which are a property
+    config = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}
     _, kv_heads, head_dim = _heads(text)
-    return layer_caches(fields, text.num_hidden_layers, kv_heads, head_dim)
+    return layer_caches(config | fields, text.num_hidden_layers, kv_heads, head_dim)
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -102,32 +113,35 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield checkpoint name and tensor of each buffer that checkpoints store, e.g. `e_score_correction_bias` of
     DeepSeek-V3's routers.
 
-    Training updates these buffers like parameters, although not by gradients. They keep their dtype in an engine.
+    Training updates these buffers, although not by gradients, so a sync sends them like parameters. They keep their
+    dtype in an engine.
     """
     for prefix, module in model.named_modules():
         if type(module).__module__.startswith("peft."):  # VeRA's projections
             continue
         for name, buffer in module.named_buffers(prefix, recurse=False):
-            persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
-            if persistent and not of_adapter(name, model):
+            own_name = name.rpartition(".")[2]
+            is_persistent = own_name not in module._non_persistent_buffers_set
+            if is_persistent and not of_adapter(name, model):
                 yield checkpoint_name(name), buffer
 
 
 def of_adapter(name: str, model: nn.Module) -> bool:
-    """Return whether a module or parameter belongs to an adapter, or is an original or a copy that `modules_to_save`
-    keeps beside the trained copy. A sync sends neither.
+    """Return whether a module or parameter belongs to an adapter, or is an untrained original or copy.
+
+    With `modules_to_save` PEFT keeps the untrained original of a module beside its trained copy, and TRL adds a copy
+    for its adapter "ref". A sync sends only the trained copy.
     """
     prefix = getattr(model, "prefix", "lora_")  # begins the names of the PEFT method's tensors
-    # With modules_to_save PEFT keeps the untrained original, and TRL adds a copy for its adapter "ref".
-    # `checkpoint_name` removes ".modules_to_save.default" of the trained copy; a name with such a part left belongs to
-    # the copy of another adapter
-    copied = "original_module" in name or ".modules_to_save." in checkpoint_name(name)
-    return copied or f".{prefix}" in f".{name}"
+    # `checkpoint_name` removes ".modules_to_save.default", which marks the trained copy. If a part ".modules_to_save."
+    # is left, the name belongs to the copy of another adapter
+    is_untrained = "original_module" in name or ".modules_to_save." in checkpoint_name(name)
+    return is_untrained or f".{prefix}" in f".{name}"
 
 
 def _shared_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights of linears and experts that are in the engine alone (features/shared_base). In the policy they
-    are attributes of modules, not parameters.
+    """Yield the weights of linears and experts that only the engine has (features/shared_base). The policy's modules
+    have placeholders for these weights, as attributes and not as parameters.
     """
     linears = ((name, linear, ["weight"]) for name, linear in linear_layers(model))
     experts = ((name, module, expert_weights(module)) for name, module in expert_modules(model))
@@ -145,23 +159,27 @@ def _heads(text: Any) -> tuple[int, int, int]:
         if not heads:
             return 0, 0, 0
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return heads, kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return heads, kv_heads, head_dim
     except RuntimeError:  # raised by transformers 5.17 if layers have different values
         return 0, 0, 0
 
 
 def _stored_as(config: Any) -> str:
-    """Return a config's quantization method; empty for none. `quantization_config` is a dict, and after loading an
-    object.
-    """
-    quantization = getattr(config, "quantization_config", None) or {}
+    """Return the quantization method of a config, or "" if the checkpoint is not quantized."""
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return ""
+    # After from_pretrained has loaded a model, its config has an object in place of the dictionary
     method = quantization.get("quant_method", "") if isinstance(quantization, dict) else quantization.quant_method
-    return str(getattr(method, "value", method))
+    return str(getattr(method, "value", method))  # the method may be an Enum
 
 
 def _has_usual_layout(experts: nn.Module) -> bool:
     """Return whether experts are `gate_up_proj` `[E, 2I, K]`, gate before up, and `down_proj` `[E, K, I]`."""
+    if sorted(expert_weights(experts)) != sorted(TRANSFORMERS.fused):
+        return False
     # transformers marks other layouts by these two attributes
-    transposed = getattr(experts, "is_transposed", False)
-    interleaved = not getattr(experts, "is_concatenated", True)
-    return sorted(expert_weights(experts)) == sorted(TRANSFORMERS.fused) and not (transposed or interleaved)
+    is_transposed = getattr(experts, "is_transposed", False)
+    is_interleaved = not getattr(experts, "is_concatenated", True)
+    return not (is_transposed or is_interleaved)

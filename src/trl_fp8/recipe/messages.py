@@ -6,8 +6,10 @@ from collections.abc import Iterable
 def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:
     """Return the first `most` of many names, and how many more there are."""
     names = list(names)
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return between.join([*names[:most], *more])
+    parts = names[:most]
+    if len(names) > most:
+        parts.append(f"and {len(names) - most} more")
+    return between.join(parts)
 
 
 def format_bytes(count: float) -> str:

@@ -2,7 +2,7 @@
 
     policy (transformers 5)                    ...mlp.experts.gate_up_proj            [E, 2I, K]
     a checkpoint           `stored_name`       the same; Mixtral: ...block_sparse_moe.experts.w13
-    vLLM's modules         `held_name`         the same but for what a class renames while it loads
+    vLLM's modules         `held_name`         the same, except for the parts that vLLM's class renames
         of experts         `sent_expert_name`  ...experts.routed_experts.w13_weight
     published              `published_names`   ...experts.0.gate_proj.weight, ...experts.0.up_proj.weight, [I, K] each
 
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Projections of a decoder layer, as vLLM fuses them. Checkpoints of some families have them fused already. For tensor
-# parallelism vLLM divides the rows N of a weight in COLUMN_PARALLEL (each fused part by itself) and the columns K of a
-# weight in ROW_PARALLEL. Each rank has all of a weight in REPLICATED.
+# Projections of a decoder layer, by the name of the layer that vLLM fuses them into (FUSED). Checkpoints of some
+# families have the fused layer already. For tensor parallelism vLLM divides the rows N of a weight in COLUMN_PARALLEL
+# (each fused part by itself) and the columns K of a weight in ROW_PARALLEL. A weight in REPLICATED is whole on each
+# rank.
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's projections into the latents that all heads share
 MLA = (*REPLICATED, "kv_b_proj")
 FUSED = {
@@ -46,7 +47,8 @@ class ExpertNames:
     """Names of the experts of a layer in a family of models."""
 
     fused: tuple[str, str]  # tensors of all experts, [E, 2I, K] and [E, K, I]
-    published: tuple[tuple[str, ...], tuple[str, ...]]  # the parts of each along its rows, stored expert by expert
+    # The parts of each of the two tensors along its rows. Published checkpoints have these parts for each expert
+    published: tuple[tuple[str, ...], tuple[str, ...]]
 
 
 TRANSFORMERS = ExpertNames(("gate_up_proj", "down_proj"), (("gate_proj", "up_proj"), ("down_proj",)))
@@ -55,7 +57,7 @@ HELD = ("w13", "w2")  # names of the fused tensors in vLLM's modules, for every 
 NOWHERE = -1  # stands for an expert's number if no route is known for a token and layer
 # Prefixes of the language model in vision-language models. `_HELD_PARTS` knows vLLM's names only for `WRAPPED`
 WRAPPED = "model.language_model"
-WRAPPED_OTHERWISE = ("language_model.model", "model")  # Gemma 3; Qwen2-VL and Qwen2.5-VL
+WRAPPED_OTHERWISE = ("language_model.model", "model")  # of Gemma 3, and of Qwen2-VL and Qwen2.5-VL
 # With modules_to_save PEFT has a module's original and a trained copy. These parts of a name distinguish them
 _COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _HELD_PARTS = (  # start of a name with `WRAPPED` -> its start in vLLM's class
@@ -93,15 +95,17 @@ def held_name(stored: str, model_type: str, decoder: str) -> str:
 
     For `decoder` see `Outline.decoder`.
     """
+    name = stored
     if decoder == WRAPPED:
         for before, after in _HELD_PARTS:
             if stored.startswith(before):
-                stored = after + stored.removeprefix(before)
+                name = after + stored.removeprefix(before)
                 break
-    return _replaced(stored, family_of(model_type).in_engine)
+    return _replaced(name, family_of(model_type).in_engine)
 
 
 def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    """Return `name` with each part, if the name has it, replaced: (part, its replacement)."""
     for before, after in parts:
         name = name.replace(before, after)
     return name
@@ -117,8 +121,11 @@ def fused_name(name: str) -> str:
 
 
 def sent_expert_name(engine_name: str, gate: str) -> str:
-    """Return the name under which vLLM loads `engine_name`, one of `HELD`. `gate`: its `ckpt_gate_proj_name`."""
-    family = TRANSFORMERS if gate == TRANSFORMERS.published[0][0] else MIXTRAL
+    """Return the name under which vLLM loads the tensor `engine_name`, one of `HELD`.
+
+    `gate` is the `ckpt_gate_proj_name` of vLLM's module of experts.
+    """
+    family = TRANSFORMERS if gate == "gate_proj" else MIXTRAL
     return family.fused[HELD.index(engine_name)]
 
 
@@ -127,12 +134,14 @@ def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple
 
     Empty for other tensors, and for families that publish a layer's experts in one tensor.
     """
-    layer, is_expert, tensor = sent.partition(".experts.")
-    tensor, is_scale, _ = tensor.partition(scale_suffix)
+    layer, is_expert, tensor_name = sent.partition(".experts.")
+    if not is_expert or family_of(model_type).experts_together:
+        return ()
+    tensor, suffix, _ = tensor_name.partition(scale_suffix)  # the suffix is "" if the name is not that of scales
     for family in (TRANSFORMERS, MIXTRAL):
-        if is_expert and tensor in family.fused and not family_of(model_type).experts_together:
+        if tensor in family.fused:
             parts = family.published[family.fused.index(tensor)]
-            return tuple(f"{layer}.experts.{{}}.{part}.weight{is_scale}" for part in parts)
+            return tuple(f"{layer}.experts.{{}}.{part}.weight{suffix}" for part in parts)
     return ()
 
 
@@ -143,8 +152,8 @@ def full_shape(parameter: "nn.Parameter") -> tuple[int, ...]:
 
 def expert_modules(model: "nn.Module") -> Iterator[tuple[str, "nn.Module"]]:
     """Yield the modules that hold all experts of a layer in 3-D parameters, by checkpoint name."""
-    for name, module in model.named_modules():
-        name = checkpoint_name(name)
+    for wrapped_name, module in model.named_modules():
+        name = checkpoint_name(wrapped_name)
         if name.rpartition(".")[2] == "experts":
             if any(len(full_shape(parameter)) == 3 for parameter in expert_weights(module).values()):
                 yield name, module
@@ -159,7 +168,8 @@ def expert_weights(experts: "nn.Module") -> dict[str, "nn.Parameter"]:
 def router_name(experts: str, modules: Container[str]) -> str:
     """Return the name, among `modules`, of the router in front of the experts `...mlp.experts`."""
     block = experts.rpartition(".")[0]
-    return f"{block}.router" if f"{block}.router" in modules else f"{block}.gate"
+    router = f"{block}.router"
+    return router if router in modules else f"{block}.gate"
 
 
 def routers(model: "nn.Module") -> dict[str, "nn.Module | None"]:
@@ -175,7 +185,7 @@ def routers(model: "nn.Module") -> dict[str, "nn.Module | None"]:
 def is_router(module: "nn.Module") -> bool:
     """Return whether a router chooses experts by one top-k and returns logits, weights and choice in this order.
 
-    The routers of Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE do. Granite's router returns the choice first.
+    True for the routers of Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE. Granite's router returns the choice first.
     """
     name = type(module).__name__
     return name.endswith("TopKRouter") and not name.startswith("GraniteMoe")

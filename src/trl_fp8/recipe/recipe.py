@@ -1,13 +1,14 @@
 """The recipe: which tensors of a model are FP8, and in which format.
 
-A recipe is decided once, before the engine starts. It lists exact module names, because vLLM silently drops patterns
-and unknown names from its ignore list. Each linear layer is in `fp8_modules`, or in `kept_modules` with the reason.
+`recipe_for` decides on a recipe once, before the engine starts. A recipe lists exact module names, because vLLM
+silently drops patterns and unknown names from its ignore list. Each linear layer is in `fp8_modules`, or in
+`kept_modules` with the reason.
 
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
-engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
-and gate, up) are all FP8, or none of them is. The same is true of a layer's experts, if the engine has kernels for
-them. Output head, embeddings, norms, routers, gates of shared experts and of linear attention, and vision towers stay
-in high precision.
+engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks (`_why_kept`). Projections that vLLM
+fuses (q, k, v and gate, up) are all FP8, or none of them is. All experts of a layer are FP8 under the same condition,
+if the engine has kernels for FP8 experts. Output head, embeddings, norms, routers, gates of shared experts and of
+linear attention, and vision towers stay in high precision.
 """
 
 import re
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+# Patterns of module names: projections of a decoder layer, gates of linear attention, and vision parts
 _KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
 _BLOCKS = r"self_attn|mlp|mlp\.shared_experts?|shared_mlp"
 _OF_LAYER = rf"(?:{_BLOCKS})\.(?:{_KINDS})|linear_attn\.(?:{'|'.join(LINEAR_ATTENTION)})"
@@ -98,17 +100,20 @@ class FP8Recipe:
         return self.engine_name(name + self.format.scale_suffix)
 
     def sharing_scale(self, name: str) -> tuple[str, ...]:
-        """Return the FP8 weights, this one included, that share its scale, in the order in which vLLM fuses them."""
-        peers = _fused_with(name.removesuffix(".weight")) if self.format.fused_share_scale else []
-        weights = [f"{peer}.weight" for peer in peers]
-        return tuple(weight for weight in weights if weight in self.fp8_tensors) or (name,)
+        """Return `name` and the FP8 weights that share its scale, in the order in which vLLM fuses them."""
+        if not self.format.fused_share_scale:
+            return (name,)
+        weights = [f"{peer}.weight" for peer in _fused_with(name.removesuffix(".weight"))]
+        sharing = tuple(weight for weight in weights if weight in self.fp8_tensors)
+        return sharing or (name,)  # a weight that vLLM fuses with no other has a scale of its own
 
     def keeping(self, modules: Iterable[str], reason: str) -> "FP8Recipe":
         """Return this recipe with `modules`, and the layers that vLLM fuses with them, in high precision."""
         reasons = dict.fromkeys(modules, reason)
         for name in list(reasons):
-            for peer in set(_fused_with(name)).intersection(self.fp8_modules) - reasons.keys():
-                reasons[peer] = _fused_reason(name)
+            for peer in _fused_with(name):
+                if peer in self.fp8_modules and peer not in reasons:
+                    reasons[peer] = _fused_reason(name)
         return replace(
             self,
             fp8_modules=tuple(name for name in self.fp8_modules if name not in reasons),
@@ -133,9 +138,11 @@ class FP8Recipe:
         """Return the checkpoint's `quantization_config`, which vLLM reads; None if nothing is FP8."""
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
-        # It is needed even if only the KV cache is FP8: without it vLLM's attention has no scales of q, k and v to
-        # load. Modules are listed by the checkpoint's and the policy's names: vLLM's MiniMax-M2 looks up the latter
-        ignored = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
+        # An FP8 KV cache alone needs this entry, too: without it vLLM's attention has no scales of q, k and v to load
+        ignored: dict[str, None] = {}  # names of modules in high precision, each once, in order
+        for name in self.kept_modules:
+            ignored[self.stored_name(name)] = None
+            ignored[name] = None  # vLLM's MiniMax-M2 looks up the policy's name
         if family_of(self.model_type).fuses_unsaid:
             ignored |= dict.fromkeys(map(fused_name, ignored))
         return self.format.quantization_config | {self.format.kept_key: [*ignored]}
@@ -188,9 +195,12 @@ def recipe_for(
         )
     reasons = _reasons(outline, spec, tensor_parallel_size, ignored_modules, expert_kernels)
     if fp8_weights and len(reasons) == len(modules):
-        divisors = [size for size in range(1, tensor_parallel_size) if tensor_parallel_size % size == 0]
-        kept_at = {size: _reasons(outline, spec, size, ignored_modules, expert_kernels) for size in divisors}
-        smaller = [size for size in divisors if len(kept_at[size]) < len(modules)]  # at which some module is FP8
+        smaller = []  # smaller tensor parallel sizes at which some module is FP8
+        for size in range(1, tensor_parallel_size):
+            if tensor_parallel_size % size == 0:
+                reasons_at_size = _reasons(outline, spec, size, ignored_modules, expert_kernels)
+                if len(reasons_at_size) < len(modules):
+                    smaller.append(size)
         raise ValueError(_why_nothing(outline, reasons, spec, tensor_parallel_size, smaller))
     if not fp8_weights:
         reasons = {name: reasons.get(name, "fp8_weights is off") for name in modules}
@@ -228,7 +238,10 @@ def _reasons(
 
 
 def _why_nothing(outline: Outline, reasons: dict[str, str], spec: FormatSpec, tp_size: int, smaller: list[int]) -> str:
-    """Return the error for a model of which no layer can be FP8. At the tensor parallel sizes `smaller` some can."""
+    """Return the error for a model of which no layer can be FP8.
+
+    `smaller` are the tensor parallel sizes below `tp_size` at which some layers can be FP8.
+    """
     remedies = [f"fp8_weight_format={name!r}" for name in formats_for(outline, tp_size)]
     if smaller:
         reason = f"split over {tp_size} GPUs, no layer of {outline.class_name} has shards that {spec.requirement}"
@@ -294,9 +307,12 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
     for rows, columns in shards:
         if not spec.fits(rows, columns):
             return f"{rows:g} x {columns:g}{per_rank} is not a multiple of {spec.alignment} x {spec.alignment}"
+    # vLLM's kernel computes all layers that are fused with this layer at once, so their rows together must suffice
     fused = [peer for peer in _fused_with(name) if peer in outline.linears] or [name]
-    fused_rows = sum(rows for peer in fused for rows, _ in _shards(outline, peer, tp_size))
-    columns = shards[0][1]  # the same in all of them
+    fused_rows = 0
+    for peer in fused:
+        fused_rows += sum(rows for rows, _ in _shards(outline, peer, tp_size))
+    columns = shards[0][1]  # the same in all shards
     if min(fused_rows, columns) < spec.smallest_side:
         least = f"{spec.smallest_side}, the smallest multiple of {spec.alignment} that vLLM's kernel takes"
         return f"{fused_rows:g} x {columns:g}{per_rank} has a side below {least}"
@@ -306,7 +322,8 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
 def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, float]]:
     """Return rows N and columns K of a rank's part of each projection in the weight of the linear layer `name`.
 
-    A size that `tp_size` does not divide is a fraction.
+    A weight has several projections if the checkpoint has them fused. If `tp_size` does not divide a size, the result
+    is a fraction.
     """
     rows, columns = outline.linears[name]
     parent, _, kind = name.rpartition(".")
@@ -316,26 +333,32 @@ def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, floa
         return [(rows, columns)]
     if kind in LINEAR_ATTENTION:
         parts = [rows]
-        if kind in PARTS:  # q, k and v; v has as many rows as z
-            values = outline.linears[f"{parent}.in_proj_z"][0]
-            parts = [(rows - values) / 2, (rows - values) / 2, values]
+        if kind in PARTS:  # the weight has q, k and v, and v has as many rows as z
+            value_rows = outline.linears[f"{parent}.in_proj_z"][0]
+            key_rows = (rows - value_rows) / 2
+            parts = [key_rows, key_rows, value_rows]
         return [(part / tp_size, columns) for part in parts]
-    # The projections in this weight: several if the checkpoint has them fused
-    kinds = FUSED.get("gate_up_proj" if kind == GATE_UP else kind, (kind,))
-    key_rows = outline.kv_heads * outline.head_dim
-    sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
+    projections = FUSED.get("gate_up_proj" if kind == GATE_UP else kind, (kind,))
+    rows_of_each = [rows / len(projections)] * len(projections)
+    if kind == "qkv_proj":
+        key_rows = outline.kv_heads * outline.head_dim
+        rows_of_each = [rows - 2 * key_rows, key_rows, key_rows]
     shards = []
-    for kind, size in zip(kinds, sizes, strict=True):
-        # With fewer KV heads than ranks, several ranks hold the same head
-        ranks = min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size
-        shards.append((size / ranks, columns))
+    for projection, projection_rows in zip(projections, rows_of_each, strict=True):
+        ranks = tp_size
+        if projection in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, several ranks hold the same head
+            ranks = min(tp_size, outline.kv_heads)
+        shards.append((projection_rows / ranks, columns))
     return shards
 
 
 def _fused_with(name: str) -> list[str]:
     """Return the modules that vLLM fuses with this one, itself included; empty if there are none."""
     parent, _, kind = name.rpartition(".")
-    return [f"{parent}.{peer}" for group in FUSED.values() if kind in group for peer in group]
+    for group in FUSED.values():
+        if kind in group:
+            return [f"{parent}.{peer}" for peer in group]
+    return []
 
 
 def _fused_reason(peer: str) -> str:
@@ -345,7 +368,7 @@ def _fused_reason(peer: str) -> str:
 def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], outline: Outline) -> None:
     """Raise `ValueError` for modules or layers that the model does not have, and for skipping all layers."""
     layers = outline.layers
-    cached = outline.kv_layers or range(layers)
+    cached = outline.kv_layers or range(layers)  # layers with a KV cache; all layers if the outline names none
     unknown_modules = [name for name in ignored if name not in modules]
     if unknown_modules:
         raise ValueError(

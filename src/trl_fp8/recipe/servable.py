@@ -1,9 +1,10 @@
 """Refusals of models that no engine can serve, by model type and names of parameters, before an engine starts.
 
 vLLM's class of a model has to load the policy's tensors under the policy's names, and to store them so that they can
-be read back. A model whose class does not is recognized by a parameter's name, or by the model type (families.py).
-tests/engine/test_servable.py compares both with vLLM's classes. For all other models `sync.policy_checks` compares the
-names in the started engine with the policy's.
+be read back. `why_not_servable` recognizes models whose class does otherwise by the name of a parameter
+(`_REFUSED_NAMES`) or by the model type (families.py). tests/engine/test_servable.py compares these refusals with
+vLLM's classes. A model that is not refused here is checked once more after the engine has started:
+`sync.policy_checks` compares the names in the engine with the policy's names.
 """
 
 import re
@@ -13,8 +14,8 @@ from .families import family_of, types_with
 from .outline import Outline
 
 
-# Pattern in a parameter's name -> reason. The first matches conv1d and A_log of Mamba and conv.conv of LFM2. It leaves
-# out gated delta nets (linear_attn), whose tensors can be read back
+# Pattern in a parameter's name -> reason. The first pattern matches conv1d and A_log of Mamba and conv.conv of LFM2,
+# but not gated delta nets (linear_attn), whose tensors can be read back
 _REFUSED_NAMES = {
     r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
         "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
@@ -29,8 +30,9 @@ WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": Fa
 WITHOUT_ENGINE_WORDS = ", ".join(f"{flag}={value!r}" for flag, value in WITHOUT_ENGINE.items())
 REMEDY = f"Choose another model, or train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS} (TRL alone)"
 
-# `upstream.vllm.engine_class`: architectures -> name of vLLM's class; None: vLLM has none. Callers that do not import
-# vLLM, which is slow and optional, pass no function, and vLLM's class is not checked
+# Type of `upstream.vllm.engine_class`: a function from architectures to the name of vLLM's class, or to None if vLLM
+# has no class for them. A caller that does not import vLLM, which is slow and optional, passes no function. Then
+# vLLM's class is not checked
 Resolve = Callable[[tuple[str, ...]], str | None]
 
 
@@ -52,7 +54,7 @@ def require_same_positions(outline: Outline, longest: int | None) -> None:
     """Raise `ValueError` if engine and policy would rotate q and k of some sequences by different angles.
 
     `longest` is the length of the engine's longest sequence, in tokens; None: as long as the model allows. A longrope
-    model needs a number: for None vLLM takes `original_max_position_embeddings`, fewer than the trainer assumes.
+    model needs a number, because for None vLLM takes `original_max_position_embeddings`, and the trainer assumes more.
     """
     served = int(outline.context * outline.stretch)
     if longest and served and longest > served:
@@ -100,6 +102,8 @@ def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | 
             "its config gives some layers a sliding window (use_sliding_window=True with max_window_layers below "
             "num_hidden_layers), and vLLM's class gives one to all or none"
         )
+    if outline.layers < 1:
+        return f"its config has num_hidden_layers={outline.layers}"
     if not outline.head_dim:
         return (
             "its layers have no attention, or attention heads of several numbers or sizes, and the KV cache is "

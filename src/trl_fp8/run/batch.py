@@ -60,7 +60,8 @@ class Metric:
 
     def __or__(self, other: Metric) -> Metric:
         """Return the metric of both batches."""
-        return Metric(tuple(map(self.merge, self.parts, other.parts)), self.merge, self.formula)
+        parts = map(self.merge, self.parts, other.parts)
+        return Metric(tuple(parts), self.merge, self.formula)
 
     @property
     def value(self) -> float:
@@ -90,13 +91,13 @@ def lowest(value: float) -> Metric:
 def effective_sample_size(total: float, squares: float, count: float) -> Metric:
     """Return the effective sample size of n weights w as a share of n: (sum w)^2 / (n sum w^2).
 
-    It is 0 if all weights are 0, and NaN if there is none.
+    The result is 0 if all weights are 0, and NaN without any weight.
     """
     return Metric((total, squares, count), add, _effective_share)
 
 
 def require_own_name(name: str, values: Sequence[object]) -> None:
-    """Raise `ValueError` if not all `values` logged under `name` are `Metric`s: a reward has added a number."""
+    """Raise `ValueError` if a reward function has logged a number under `name`, among the trainer's `Metric`s."""
     if not all(isinstance(value, Metric) for value in values):
         raise ValueError(
             f"log_metric({name!r}, ...): a reward function logs a metric under this name, which this trainer uses. "
@@ -123,9 +124,9 @@ def _effective_share(total: float, squares: float, count: float) -> float:
 class LogRatio:
     """Per-token log-ratios of a batch, without gradient."""
 
-    values_BT: torch.Tensor  # log r clamped to +-LOG_RATIO_BOUND; 0 where not scored; fp32, or fp64 if an input is
+    values_BT: torch.Tensor  # log r clamped to +-LOG_RATIO_BOUND, 0 where not scored; FP32, or FP64 with an FP64 input
     mask_BT: torch.Tensor  # bool: the tokens that are trained on, before any rejection
-    scored_BT: torch.Tensor  # bool: trained on and both log-probs usable
+    scored_BT: torch.Tensor  # bool: trained on, and both log-probs are usable
     missing_BT: torch.Tensor  # bool: trained on, but the rollout log-prob is NaN or infinite
     broken_BT: torch.Tensor  # bool: the rollout log-prob is fine, but the trainer's is NaN or +inf
     clamped_BT: torch.Tensor  # bool: scored, and |log r| was beyond the bound
@@ -134,7 +135,7 @@ class LogRatio:
 
     @property
     def has_evidence_B1(self) -> torch.Tensor:
-        """Return whether a sequence has any scored token."""
+        """Return for each sequence whether it has any scored token."""
         return self.scored_BT.any(dim=-1, keepdim=True)
 
     def mean_over_sequence_B1(self, values_BT: torch.Tensor) -> torch.Tensor:
@@ -146,8 +147,8 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
     """Compare the log-probs that trainer and engine gave to the same sampled tokens.
 
     Args:
-        trainer_logps_BT: -inf is a ratio of (nearly) zero; NaN and +inf are failures of the forward, left unscored.
-        rollout_logps_BT: Not finite means missing: a sampled token cannot have probability zero.
+        trainer_logps_BT: -inf gives a ratio near zero; NaN and +inf are failures of the forward and stay unscored.
+        rollout_logps_BT: NaN and infinities count as missing: a sampled token cannot have probability zero.
         mask_BT: Nonzero at the tokens that are trained on. Elsewhere the log-probs may have any value.
     """
     shapes = [tuple(x.shape) for x in (trainer_logps_BT, rollout_logps_BT, mask_BT)]
@@ -156,7 +157,8 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
             f"trainer_logps, rollout_logps and mask have shapes {shapes[0]}, {shapes[1]} and {shapes[2]}: a ratio "
             "needs one log-prob from each side for every token. Pass three tensors of the same shape [B, T]."
         )
-    dtype = torch.promote_types(torch.promote_types(trainer_logps_BT.dtype, rollout_logps_BT.dtype), torch.float32)
+    common_dtype = torch.promote_types(trainer_logps_BT.dtype, rollout_logps_BT.dtype)
+    dtype = torch.promote_types(common_dtype, torch.float32)  # FP32 at least
     trainer = trainer_logps_BT.detach().to(dtype)
     rollout = rollout_logps_BT.detach().to(dtype)
     mask = mask_BT.bool()
@@ -188,7 +190,7 @@ class Rollouts:
 
     @cached_property
     def sequences(self) -> list[list[int]]:
-        """Return prompt and completion of each rollout."""
+        """Return the token ids of each rollout, the prompt followed by the completion."""
         pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
         return [list(prompt) + list(completion) for prompt, completion in pairs]
 
@@ -210,7 +212,7 @@ class Batch:
     def ratio(self) -> LogRatio | None:
         """Return log-ratios of the tokens that the policy wrote; None if trainer or engine computed no log-probs.
 
-        They are computed at the first access, which has to come before a correction replaces the log-probs.
+        The first access computes them. It has to come before a correction replaces the log-probs.
         """
         if not {TRAINER_LOGPS, ROLLOUT_LOGPS} <= self.tensors.keys():
             return None

@@ -12,7 +12,7 @@ from .feature import FlagGroup, flag
 # Arguments of vLLM that the trainer sets itself (the first line is TRL's own list)
 RESERVED_ENGINE_KWARGS = frozenset(
     """
-    model tensor_parallel_size distributed_executor_backend seed logprobs_mode enable_sleep_mode
+    model max_model_len tensor_parallel_size distributed_executor_backend seed logprobs_mode enable_sleep_mode
     quantization hf_overrides load_format kv_cache_dtype kv_cache_dtype_skip_layers model_impl trust_remote_code
     enable_return_routed_experts aux_output_config mm_device_do_normalize return_sampling_mask
     """.split()
@@ -105,6 +105,7 @@ class WeightFlags(FlagGroup):
         try:
             weight_format.require_scale_format(self.fp8_scale_format)
         except ValueError as error:
+            # The message begins with "scale_format=", the name without the prefix of the flag
             raise ValueError(f"fp8_{error}") from None
 
 
@@ -155,7 +156,9 @@ class EngineFlags(FlagGroup):
 
     def _check_rollouts(self) -> None:
         if not self.use_vllm:
-            off_values = {name: value for group in self.groups() for name, value in group.OFF_VALUES.items()}
+            off_values = {}  # flag -> the value that switches FP8 off
+            for group in self.groups():
+                off_values |= group.OFF_VALUES
             flags = ", ".join(f"{name}={getattr(self, name)!r}" for name in off_values)
             off = " with ".join(f"{name}={value!r}" for name, value in off_values.items())
             raise ValueError(
@@ -218,7 +221,7 @@ class EngineFlags(FlagGroup):
         if reserved:
             raise ValueError(
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
-                "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
+                "own flags (kv_cache_dtype, vllm_max_model_length, vllm_tensor_parallel_size, seed, ...)."
             )
         additional = engine_kwargs.get("additional_config", {})
         if not isinstance(additional, dict) or "trl_fp8" in additional:
@@ -235,8 +238,9 @@ class EngineFlags(FlagGroup):
 
 
 def check_generation_kwargs(generation_kwargs: Mapping[str, Any], temperature: float) -> None:
-    """Raise `ValueError` for a name that vLLM's `SamplingParams` lacks or that the trainer sets, and for a temperature
-    that differs from the config's `temperature`, by which the trainer divides its logits.
+    """Raise `ValueError` for a name that vLLM's `SamplingParams` lacks, or that the trainer sets.
+
+    Also raise it for a temperature other than the config's `temperature`, by which the trainer divides its logits.
     """
     set_by_trainer = [name for name in generation_kwargs if name in _SET_BY_TRAINER]
     if set_by_trainer:

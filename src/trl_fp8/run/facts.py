@@ -25,13 +25,13 @@ def run_facts(trainer: Any) -> dict:
     args = trainer.args
     recipe = trainer.recipe  # None: the run has no engine of this project
     plan = trainer.plan
-    # A feature may replace the last two below: with an FP8 base, syncs send adapters
+    # With an FP8 base, whose syncs send adapters, a feature replaces the last two of these facts
     of_weights = {"weight_format": None, "scale_format": None, "fp8_weights_written": None}
     of_weights["each_sync_sends"] = "the policy's weights" if recipe else None
     if recipe and recipe.fp8_weights:
         of_weights |= {"weight_format": recipe.format.description, "scale_format": recipe.scale_format}
         of_weights["fp8_weights_written"] = "at every sync"
-    # Two numbers each: [for an engine in BF16, for this run's engine]
+    # Numbers of bytes are pairs: [in a BF16 engine, in this run's engine]
     of_plan = {"plan": None, "weight_bytes": None, "kv_bytes_per_token": None}
     if plan:
         of_plan = {
@@ -39,11 +39,10 @@ def run_facts(trainer: Any) -> dict:
             "weight_bytes": [plan.bytes_before, plan.bytes_after],
             "kv_bytes_per_token": [plan.cache.token_bytes(fp8=False), plan.cache.token_bytes(fp8=True)],
         }
+    of_features = {}
+    for feature in trainer.features:
+        of_features |= feature.facts()
 
-    # This package's own flags: those that TRL lacks, and those of TRL that have another default here
-    with_own_default = {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")}
-    inherited = {item.name for item in fields(args.trl_config())} - with_own_default
-    own_flags = [item.name for item in fields(args) if item.name not in inherited]
     return {
         "method": trainer.trl_class()._name,
         "model": trainer.model.config.name_or_path,
@@ -57,17 +56,17 @@ def run_facts(trainer: Any) -> dict:
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
         "kernels": dict(trainer.vllm_generation.numerics.kernels) if recipe else {},
         "trainer": trainer_precision(trainer),
-        "fp8_flags": {name: getattr(args, name) for name in own_flags},
+        "fp8_flags": _own_flags(args),
         "flags": _changed_flags(args),
         "processes": trainer.accelerator.num_processes,
         "hardware": hardware(),
         "versions": versions(),
-        **{name: fact for feature in trainer.features for name, fact in feature.facts().items()},
+        **of_features,
     }
 
 
 def trained_weights(model: nn.Module) -> str:
-    """Return which weights are trained: all of them, or those of adapters."""
+    """Return a phrase on which weights are trained: all weights, or adapters."""
     if not is_peft_model(model):
         return "all weights"
     config = model.peft_config[model.active_adapter]
@@ -96,17 +95,25 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> str:
-    """Return the name of the GPU; without one the name of the CPU, its cores, vector instructions and threads."""
+    """Return the name of the GPU; without a GPU that of the CPU, its cores, vector instructions and threads."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpu = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]  # of each core
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]  # a line per core
         cpu = names[0] if names else cpu
     return (
         f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     )
+
+
+def _own_flags(args: Any) -> dict:
+    """Return the flags that TRL lacks, and TRL's flags that have another default here, without access tokens."""
+    with_own_default = {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")}
+    inherited = {item.name for item in fields(args.trl_config())} - with_own_default
+    own_names = [item.name for item in fields(args) if item.name not in inherited]
+    return _without_tokens({name: getattr(args, name) for name in own_names})
 
 
 def _changed_flags(args: Any) -> dict:
@@ -115,6 +122,16 @@ def _changed_flags(args: Any) -> dict:
     defaults = args.resolved_defaults  # has no entry for a flag that the user set to another value
     for name, value in args.to_dict().items():
         has_default = name in defaults and value == defaults[name]
-        if not has_default and not name.endswith("_token"):
+        if not has_default:
             changed[name] = value
-    return changed
+    return _without_tokens(changed)
+
+
+def _without_tokens(flags: dict) -> dict:
+    """Return `flags` without access tokens, also without those in dictionaries such as `model_init_kwargs`."""
+    public = {}
+    for name, value in flags.items():
+        is_token = name == "token" or str(name).endswith("_token")
+        if not is_token:
+            public[name] = _without_tokens(value) if isinstance(value, dict) else value
+    return public

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 
 def flag(default: Any, text: str) -> Any:
-    """Return a dataclass field. `text` is the flag's only description, from which --help and
-    docs/configuration.md are made.
-    """
+    """Return a dataclass field. `text` is its only description, for --help and docs/configuration.md."""
     return field(default=default, metadata={"help": text})
 
 
@@ -48,7 +46,7 @@ class FlagGroup:
     OFF_VALUES: ClassVar[dict[str, Any]] = {}  # flag that makes something FP8 -> the value that switches it off
     SAVING: ClassVar[dict[str, Any]] = {}  # flags with which a policy with adapters needs less memory
 
-    # Facts of the whole config. The group that decides a fact overrides it with a property; other code reads it
+    # Facts of the whole config, for other code. The group that decides a fact overrides it with a property
     policy_calls_engine: ClassVar[bool] = False  # the policy's forward calls the engine's kernels
     base_in_engine: ClassVar[bool] = False  # the frozen base of a policy with adapters is in the engine alone
     replaces_correction: ClassVar[bool] = False  # TRL's correction is replaced even if nothing is FP8
@@ -87,15 +85,14 @@ class FlagGroup:
         """Raise `ValueError` for flags that contradict `model`, TRL's `ModelConfig` (flags of model and adapters)."""
 
     def flag_ruling_out_fp8_base(self, model: Any) -> str | None:
-        """Return the flag, of this config or of `ModelConfig`, that rules out adapters on an FP8 base; None
-        if no flag does.
-        """
+        """Return the flag of this config or of `ModelConfig` that rules out adapters on an FP8 base, or None."""
         return None
 
     def trl_default(self, name: str) -> Any:
         """Return the default of a flag in the first base class that is not this package's."""
         bases = [base for base in type(self).__mro__ if not issubclass(base, FlagGroup)]
-        return next(getattr(base, name) for base in bases if hasattr(base, name))
+        first = next(base for base in bases if hasattr(base, name))
+        return getattr(first, name)
 
 
 class Feature:
@@ -111,15 +108,11 @@ class Feature:
         self.trainer = trainer  # the `FP8Rollouts` whose step this feature takes part in
 
     def engine_part(self) -> Any:
-        """Return the engine's `EnginePart` for this feature (engine/vllm/part.py), or None. Called once, before the
-        engine starts.
-        """
+        """Return the `EnginePart` of this feature (engine/vllm/part.py) or None. Called before the engine starts."""
         return None
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels | None) -> None:
-        """Receive a description of the started engine's arithmetic, and its kernels (None: the trainer cannot call
-        them).
-        """
+        """Receive the started engine's arithmetic, and its kernels, or None if the trainer cannot call its kernels."""
 
     def before_generation(self, prompts: list) -> None:
         """Prepare a generation; nothing is tokenized yet."""
@@ -128,7 +121,7 @@ class Feature:
         """Prepare a call of the engine, before the sync that the call may need."""
 
     def after_sync(self) -> None:
-        """Check the engine after a sync. It holds the policy's weights, and has not sampled with them yet."""
+        """Check the engine after a sync. The engine has the policy's weights, and has not sampled with them yet."""
 
     def after_generation(self, rollouts: Rollouts) -> None:
         """Read or measure the rollouts, after all turns."""
@@ -142,7 +135,7 @@ class Feature:
         return nullcontext()
 
     def logits(self, reference: bool) -> Logits | None:
-        """Return the function that computes the logits of policy or reference; None: their own output heads do."""
+        """Return a function that computes the logits of policy or reference; None: their own output heads do that."""
         return None
 
     def as_rollouts_saw(self) -> AbstractContextManager:
@@ -206,9 +199,8 @@ class Construction:
     trainer_kwargs: dict[str, Any]  # the other arguments of TRL's trainer, by their names
     create_model: Callable  # TRL's `create_model_from_path`, or its substitute
     dequantizes: bool = True  # an FP8 checkpoint is loaded in high precision
-    handover: dict[str, Any] = field(
-        default_factory=dict
-    )  # folder of a feature -> object that its registration leaves for it
+    # Folder of a feature -> object that its registration leaves for the feature
+    handover: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -237,7 +229,7 @@ class Registration:
 
     # A base of the config, which declares, resolves and checks flags
     flags: type[FlagGroup] | None = None
-    # Encloses the `__init__` of TRL's trainer, which loads the policy, unless it was passed as an object
+    # Encloses the `__init__` of TRL's trainer, which loads the policy unless the user passed a model
     construct: Callable[[Construction], AbstractContextManager[None]] = lambda construction: nullcontext()
     # Called with a trainer that has its policy and no engine yet
     features: Callable[[Any], Iterable[Feature]] = lambda trainer: ()

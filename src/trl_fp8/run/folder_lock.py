@@ -1,7 +1,7 @@
 """The lock on a run's folder: two runs at once would overwrite each other's checkpoints and mix their logs.
 
-It is a POSIX record lock. Such a lock belongs to a process and ends with it, even if the process is killed. Children
-do not inherit it. The trainers of one process, which train one after another, share the lock.
+The lock is a POSIX record lock. Such a lock belongs to a process and ends with the process, even if that is killed.
+Children do not inherit it. The trainers of one process, which train one after another, share the lock.
 """
 
 import fcntl
@@ -26,17 +26,17 @@ def lock_folder(folder: str | Path, accelerator: Accelerator) -> None:
     """Lock a run's folder for the main process, and create the folder if it does not exist. Collective.
 
     Raises:
-        ValueError: On every rank, if another process has locked it; the message names that process.
+        ValueError: On every rank, if another process has locked the folder; the message names that process.
         OSError: On every rank, if the main process cannot write to the folder.
     """
     path = Path(folder).resolve() / FILE
-    owner = None  # description of another process that has locked it
+    owner = None  # description of another process that has locked the folder
     error = None
     if accelerator.is_main_process and path not in _locked:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             owner = _lock(path)
-        except OSError as raised:  # to be raised after the broadcast, which the other ranks wait for
+        except OSError as raised:  # raised only after the broadcast below, because the other ranks wait there
             error = raised
     [owner, error] = broadcast_object_list([owner, error])
     if error is not None:

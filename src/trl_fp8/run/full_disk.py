@@ -12,7 +12,7 @@ from .checkpoints import checkpoints
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# A disk with fewer free bytes is full. Needed for PyTorch's writer, whose error for a full disk has no errno
+# A disk with fewer free bytes counts as full. PyTorch's writer raises an error without errno for a full disk
 LEAST = 2**20
 
 
@@ -35,7 +35,8 @@ def explained_full_disk(output_dir: str | Path, last_checkpoint: Callable[[], st
     except (OSError, RuntimeError, SafetensorError) as error:
         if not _has_full_disk(error, output_dir):
             raise
-        written, deletable = "what the run writes", ""
+        written = "what the run writes"
+        deletable = ""
         whole, unfinished = checkpoints(output_dir)
         if unfinished:
             written = max(unfinished, key=lambda folder: folder.stat().st_mtime).name
@@ -56,7 +57,7 @@ def _has_full_disk(error: BaseException | None, folder: str | Path) -> bool:
     """Return whether `error` or a cause of it means a full disk, or `folder`'s disk is full now."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
-            # The disk of another file may be full instead, such as that of a compiler's cache
+            # The error may be of a file elsewhere, such as a compiler's cache, whose disk is full instead
             return not error.filename or Path(error.filename).resolve().is_relative_to(Path(folder).resolve())
         if isinstance(error, SafetensorError) and any(f"(os error {number})" in str(error) for number in FULL):
             return True

@@ -11,45 +11,47 @@ from contextlib import contextmanager
 
 STATUS = 128 + signal.SIGINT  # the status that a shell reports for a process that SIGINT ended
 # One Ctrl-C may send SIGINT twice: a terminal sends it to all processes in the foreground, and a launcher forwards its
-# own. So a second SIGINT within this time is ignored. With a later one the user says not to wait any longer
+# own. So a second SIGINT within this time is ignored. A later one is a second Ctrl-C and ends the process at once
 SECONDS = 1.0
-# Seconds after Ctrl-C in which an error, as of a collective or an engine, counts as its consequence. A later error has
-# another cause: a library swallowed the KeyboardInterrupt, and the program went on
+# For this many seconds after Ctrl-C an error counts as its consequence: a collective or an engine broke off. A later
+# error has another cause: a library swallowed the KeyboardInterrupt, and the program went on
 FOLLOWS = 60.0
 
 
 @contextmanager
 def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
-    """Let Ctrl-C inside the block end the process with `STATUS`. Before that write the text that `line` returns.
+    """Write the text that `line` returns and end the process with `STATUS` after Ctrl-C inside the block.
 
-    `KeyboardInterrupt` leaves the block, so that it is cleaned up. Errors that follow from Ctrl-C, for example in a
-    collective whose other rank has ended, are not shown. Enter the block before torch is imported.
+    Ctrl-C raises `KeyboardInterrupt` in the block, so `finally` clauses there clean up first. Errors that follow from
+    Ctrl-C, for example in a collective whose other rank has ended, are not shown. Enter the block before torch is
+    imported.
     """
-    first = 0.0  # monotonic time of the first Ctrl-C; 0: there was none
+    pressed: float | None = None  # monotonic time of the first Ctrl-C
 
     def interrupt(*_: object) -> None:
-        nonlocal first
-        if not first:
-            first = time.monotonic()
+        nonlocal pressed
+        if pressed is None:
+            pressed = time.monotonic()
             raise KeyboardInterrupt
-        if time.monotonic() - first > SECONDS:
+        if time.monotonic() - pressed > SECONDS:
             os._exit(STATUS)
 
     def exit_at_once() -> None:
-        if first:
+        if pressed is not None:
             os._exit(STATUS)
 
-    # Registered before the handlers of libraries, it runs after them. It skips Python's own finalization, which takes
-    # 7 s
+    # atexit calls the latest handler first, so this one comes after those of libraries. It skips Python's own
+    # finalization, which takes 7 s
     atexit.register(exit_at_once)
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-        first = 0.0  # the block ended well: a library may have swallowed the KeyboardInterrupt
+        pressed = None  # the block ended well: a library may have swallowed the KeyboardInterrupt
     except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt) and time.monotonic() - first > FOLLOWS:
-            first = 0.0
-        if not first:
+        is_late = pressed is not None and time.monotonic() - pressed > FOLLOWS
+        if is_late and not isinstance(error, KeyboardInterrupt):
+            pressed = None
+        if pressed is None:
             raise
         sys.stdout.flush()
         text = line()
@@ -58,5 +60,5 @@ def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # hide what libraries print as they end
         sys.exit(STATUS)
     finally:
-        if not first:
+        if pressed is None:  # otherwise `interrupt` stays until the process ends
             signal.signal(signal.SIGINT, before)

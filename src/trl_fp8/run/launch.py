@@ -44,7 +44,7 @@ def require_rows(dataset: object) -> None:
 def require_known_commit(config: Any, model_init_kwargs: Mapping[str, Any] | None) -> None:
     """Raise `ValueError` if a policy was loaded from a revision, and transformers kept no commit in its `config`.
 
-    transformers 5.19 keeps none. vLLM and the checks that read the model again would read its main branch.
+    transformers 5.19 keeps none. vLLM, and the checks that read the model again, would then read its main branch.
     """
     revision = (model_init_kwargs or {}).get("revision")
     is_known = getattr(config, "_commit_hash", None) is not None or os.path.isdir(config.name_or_path)
@@ -62,11 +62,12 @@ def require_columns(datasets_by_argument: dict[str, object], rewards: Iterable[o
     Args:
         datasets_by_argument: Argument of the trainer -> its dataset. Only classes of `datasets` are checked.
         rewards: Functions, models and names of models, as the trainer gets them. Only functions read columns.
-        adds_columns: A rollout function or an environment may add columns, so those of rewards are not checked.
+        adds_columns: A rollout function or an environment may add columns, so no reward's columns are checked.
     """
     for argument, dataset in datasets_by_argument.items():
         if not isinstance(dataset, Dataset | IterableDataset):
             continue
+        # A streamed dataset may know its columns only from its first row
         columns = dataset.column_names or list(next(iter(dataset), {}))
         if not columns:
             raise ValueError(f"{argument} is empty. Check the split and the filters that it went through.")
@@ -126,8 +127,9 @@ def require_path(model: nn.Module) -> None:
 
 def require_no_images(dataset: object, name: str) -> None:
     """Raise `ValueError` for a dataset with images, because the model `name` takes text alone."""
+    columns = getattr(dataset, "column_names", None) or ()
     for column in ("image", "images"):
-        if column in (getattr(dataset, "column_names", None) or ()):
+        if column in columns:
             raise ValueError(
                 f"train_dataset has a column {column!r}, but model={name!r} sees no images. Remove the column, or "
                 "take a vision-language model."
@@ -136,7 +138,9 @@ def require_no_images(dataset: object, name: str) -> None:
 
 def require_no_qlora(quantization: QuantizationConfigMixin | Mapping[str, Any] | None) -> None:
     """Raise `ValueError` for a base in 4 or 8 bits: its weights cannot be quantized again for the engine."""
-    fields = quantization.to_dict() if isinstance(quantization, QuantizationConfigMixin) else quantization or {}
+    fields = quantization or {}
+    if isinstance(quantization, QuantizationConfigMixin):
+        fields = quantization.to_dict()
     for name in ("load_in_4bit", "load_in_8bit"):
         if fields.get(name):
             raise ValueError(
@@ -203,7 +207,7 @@ def load_on_all_ranks(reference: nn.Module, device: torch.device) -> None:
     """Copy the weights of TRL's reference model from the first rank to all others. Collective.
 
     With FSDP's cpu_ram_efficient_loading, accelerate's default, transformers loads a model on the first rank of a node
-    only. accelerate copies the policy's weights to the other ranks, but TRL 1.16 shards its reference without that.
+    only. accelerate copies the policy's weights to the other ranks, but TRL 1.16 does not copy the reference's.
     """
     if not is_fsdp_enabled():
         return
@@ -213,29 +217,34 @@ def load_on_all_ranks(reference: nn.Module, device: torch.device) -> None:
         tensor.copy_(loaded)
 
 
-def checkpoint_bytes(model: nn.Module) -> tuple[int, int]:
+def checkpoint_bytes(model: nn.Module, has_average: bool = False) -> tuple[int, int]:
     """Return two sizes in bytes: of the weights in a checkpoint of `model`, and of its trained weights.
 
-    A checkpoint of a model with adapters holds the adapters alone.
+    A checkpoint of a model with adapters holds the adapters alone. With `has_average` a checkpoint of another model
+    also holds the averaged model (averaged.py).
     """
     total_bytes = trained_bytes = 0
     for parameter in model.parameters():
         count = prod(full_shape(parameter))  # not `numel`: under ZeRO-3 the tensor itself is empty
-        total_bytes += count * parameter.element_size()
+        parameter_bytes = count * parameter.element_size()
+        total_bytes += parameter_bytes
         if parameter.requires_grad:
-            trained_bytes += count * parameter.element_size()
+            trained_bytes += parameter_bytes
     has_adapters = any(isinstance(module, BaseTunerLayer) for module in model.modules())
-    return trained_bytes if has_adapters else total_bytes, trained_bytes
+    if has_adapters:
+        return trained_bytes, trained_bytes
+    return total_bytes * (2 if has_average else 1), trained_bytes
 
 
 def require_output(args: TrainingArguments, weight_bytes: float, trained_bytes: float) -> None:
-    """Raise `ValueError` if `output_dir` cannot be written, or its disk has no room for a checkpoint. Makes no folder.
+    """Raise `ValueError` if `output_dir` cannot be written, or its disk has no room for a checkpoint. Creates nothing.
 
     The two sizes are those of `checkpoint_bytes`. Only Adam's state is counted, not that of other optimizers.
     """
     disk = shutil.disk_usage(writable_parent(args.output_dir, "output_dir"))
     saves = str(args.save_strategy.value) != "no"
-    optimizer_bytes = 2 * trained_bytes if saves and not args.save_only_model and args.optim in ADAM else 0
+    saves_moments = saves and not args.save_only_model and args.optim in ADAM
+    optimizer_bytes = 2 * trained_bytes if saves_moments else 0
     needed_bytes = weight_bytes + optimizer_bytes
     if disk.total and disk.free < needed_bytes:  # a file system without accounting reports 0
         parts = f"weights {format_bytes(weight_bytes)}"

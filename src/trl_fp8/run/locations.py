@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import httpx
+from datasets.naming import camelcase_to_snakecase
 from huggingface_hub import HfApi, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig
@@ -46,7 +47,7 @@ def require_model(model: str, flag: str, revision: str | None = None) -> None:
 
 
 def require_dataset(dataset: str, flag: str) -> None:
-    """Raise the errors of `require_model` unless `dataset` is a folder, a builder of `datasets`, or on the Hub."""
+    """Raise the errors of `require_model` if `dataset` is no folder, no builder, not cached and not on the Hub."""
     path = Path(dataset)
     if path.is_file():
         folder = str(path.absolute().parent)  # absolute, because datasets loads no "."
@@ -55,18 +56,19 @@ def require_dataset(dataset: str, flag: str) -> None:
             f"datasets: [{{path: {folder!r}, data_files: {path.name!r}}}]."
         )
     is_builder = dataset.isidentifier() and find_spec(f"datasets.packaged_modules.{dataset}")
-    cache = Path(datasets.config.HF_DATASETS_CACHE, dataset.replace("/", "___"))
-    if not (path.is_dir() or is_builder or cache.is_dir()):
+    *namespace, name = dataset.split("/")
+    cache = Path(datasets.config.HF_DATASETS_CACHE, "___".join([*namespace, camelcase_to_snakecase(name)]))
+    is_address = dataset.startswith(("hf://", "buckets/"))  # only `load_dataset` can read these
+    if not (path.is_dir() or is_builder or cache.is_dir() or is_address):
         _require_repository(dataset, flag, "dataset")
 
 
 def model_config(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the config.json of a command's MODEL. Raise the errors of `require_model`, and `ValueError` for a file
-    that is not the JSON of a model.
-    """
+    """Return the config.json of a command's MODEL. Raise the errors of `require_model`; `ValueError` for bad JSON."""
     require_model(model, "MODEL", revision)
     try:
-        return PreTrainedConfig.get_config_dict(model, revision=revision)[0]
+        config, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        return config
     except (TypeError, RecursionError) as error:  # transformers assumes that any JSON is a dictionary
         raise ValueError(
             f"MODEL={model!r}: its config.json is no JSON of a model ({error}). Download it again."
@@ -82,7 +84,9 @@ def _require_repository(name: str, flag: str, kind: str, revision: str | None = 
     `kind` is "model" or "dataset".
     """
     folder = Path(name)
-    siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    siblings = []
+    if folder.parent.is_dir():
+        siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()]
     similar = get_close_matches(folder.name, siblings, n=1)
     suggestion = f": did you mean {folder.parent / similar[0]}?" if similar else "."
     no_folder = f"{flag}={name!r}: there is no such folder, seen from {Path.cwd()}"

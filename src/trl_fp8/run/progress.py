@@ -21,13 +21,13 @@ SHOWN = {  # label -> (metric, format of its value)
     "length": ("completions/mean_length", ".0f"),
     "mismatch": ("sampling/sampling_logp_difference/mean", ".4f"),
 }
-LINES = 10  # without a terminal: a run prints at least so many lines, if it logs that often
-SECONDS = 60.0  # without a terminal: the first log after this time prints a line
+# Without a terminal:
+LINES = 10  # a run prints at least this many lines, if it logs often enough
+SECONDS = 60.0  # if the latest line is older than this, the next log prints a line
 
 
 class FP8ProgressCallback(ProgressCallback):
-    """Progress with the latest reward, completion length in tokens and mismatch, and a line for each evaluation
-    in a training.
+    """Progress with the latest reward, completion length and mismatch, and a line for each evaluation in a training.
 
     `FP8Rollouts` adds it in place of transformers' `ProgressCallback`, unless `disable_tqdm` is set or one of
     `callbacks` is a progress bar. `report_to`, the run's log and `trainer.state.log_history` get all metrics.
@@ -92,9 +92,13 @@ class FP8ProgressCallback(ProgressCallback):
 
 
 def latest(logs: Mapping[str, float] | None, prefix: str = "") -> str:
-    """Return a line with the metrics of `SHOWN` in `logs`, whose names begin with `prefix`; empty without a reward."""
+    """Return the metrics of `SHOWN` as a line, looked up in `logs` as prefix + name; empty without a reward."""
     logs = logs or {}
     if logs.get(prefix + "reward") is None:
         return ""
-    shown = [(label, logs.get(prefix + name), number_format) for label, (name, number_format) in SHOWN.items()]
-    return "  ".join(f"{label} {value:{number_format}}" for label, value, number_format in shown if value is not None)
+    shown = []
+    for label, (name, number_format) in SHOWN.items():
+        value = logs.get(prefix + name)
+        if value is not None:
+            shown.append(f"{label} {value:{number_format}}")
+    return "  ".join(shown)

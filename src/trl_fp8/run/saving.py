@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from huggingface_hub import CommitInfo
 from torch import nn
+from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from trl_fp8.export.export import export_fp8, export_merged
@@ -20,8 +21,8 @@ from trl_fp8.export.model_card import fp8_section
 from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.policy.stored_weights import (
+    load_adapter,
     load_weights,
-    require_adapter,
     require_none_missing,
     unsaved_beside_adapters,
     weight_files,
@@ -35,10 +36,14 @@ from .checkpoints import (
     checkpoint_to_resume,
     checkpoints,
     forget_rollouts,
+    has_optimizer,
     load_rollouts,
     marker,
+    require_same_checkpoint,
+    require_slices,
     sampling_of,
     save_rollouts,
+    skip_orders,
 )
 from .facts import run_facts
 from .folder_lock import lock_folder, unlock_folder
@@ -53,6 +58,7 @@ class Saving:
 
     # The latest complete checkpoint that this run wrote or was resumed from; None if there is none yet
     last_checkpoint: str | None = None
+    _resumed_from: str | None = None  # the checkpoint that `train` was called with
 
     def save_fp8_model(self, folder: str | Path) -> None:
         """Write an FP8 checkpoint: the weights that a sync would send now, and the KV scales of the last sync.
@@ -96,7 +102,8 @@ class Saving:
     def _export(self, method: str, export: Callable) -> None:
         """Call `export` on the main process. All ranks call this. Messages name `method`, the caller."""
         replicas = self.vllm_generation.replicas
-        require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
+        reduce_max = replicas.reduce_max if replicas else None
+        require_finite(self.model, reduce_max)  # all ranks raise, or none
         failed = f"{method}: the main process could not write the export"
         with self.vllm_generation.policy_tensors() as parameters, failing_together(failed):
             try:
@@ -152,7 +159,8 @@ class Saving:
             RuntimeError: On every rank, if the main process could not write or push; the message has its reason.
         """
         folder = Path(folder or Path(self.args.output_dir, "_fp8"))
-        repo_id = repo_id or f"{self.args.hub_model_id or Path(self.args.output_dir).name}-FP8"
+        policy_name = self.args.hub_model_id or Path(self.args.output_dir).name
+        repo_id = repo_id or f"{policy_name}-FP8"
         # An earlier export stays until the new one, written beside it, is complete. Then the earlier folder is renamed
         # before it is deleted: only folders with checksums may be replaced, and a half-deleted one may have lost them
         new = folder.with_name(f"{folder.name}.new")
@@ -195,6 +203,8 @@ class Saving:
         """Train as TRL's trainer does. True, "true" and "auto" resume from the last complete checkpoint, if any."""
         folder = self.args.output_dir
         checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint)
+        if self.args.own_engine:
+            require_same_checkpoint(checkpoint, folder)
         if str(resume_from_checkpoint).lower() in RESUME_LAST:
             _, unfinished = checkpoints(folder)
             if unfinished:
@@ -204,15 +214,19 @@ class Saving:
                 self.accelerator.print(f"no checkpoint in {folder} yet: starting from the beginning")
         if checkpoint:
             self.accelerator.print(f"resuming from {Path(checkpoint).name}")
+            if not has_optimizer(checkpoint):
+                logger.warning(
+                    f"resume_from_checkpoint={checkpoint!r} has weights alone (save_only_model=True): the optimizer "
+                    "and the learning rate schedule begin anew."
+                )
         # DeepSpeed, and FSDP2 with a full state dict, write all parameters. Other checkpoints have adapters alone, and
-        # parameters that are trained beside them would be lost
-        writes_all = self.is_deepspeed_enabled or (
-            self.is_fsdp_enabled and "FULL" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
-        )
+        # parameters that are trained beside the adapters would be lost
+        fsdp_writes_all = self.is_fsdp_enabled and "FULL" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        writes_all = self.is_deepspeed_enabled or fsdp_writes_all
         if (checkpoint or self.args.load_best_model_at_end) and is_peft_model(self.model) and not writes_all:
             advice = "PEFT writes adapters alone: name the modules in modules_to_save of peft_config."
             require_none_missing(unsaved_beside_adapters(self.model), f"a checkpoint in {folder} lacks", advice)
-        self.last_checkpoint = checkpoint
+        self.last_checkpoint = self._resumed_from = checkpoint
         if self.args.own_engine:
             lock_folder(folder, self.accelerator)
         try:
@@ -262,16 +276,24 @@ class Saving:
     def _load_weights(self, folder: str) -> bool:
         """Load all weights of a checkpoint and return True, or return False and leave them to transformers' Trainer.
 
-        Trainer can load adapters, and checkpoints of FSDP2 and DeepSpeed, which have the names of the parameters.
+        Trainer can load checkpoints of FSDP2 and DeepSpeed, which have the names of the parameters. With PEFT this
+        method loads the active adapter, and Trainer loads the others.
         """
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             return False
         if is_peft_model(self.model):
-            require_adapter(self.model, folder)
+            load_adapter(self.model, folder)
         elif weight_files(folder):
             load_weights(self.model, folder)
             return True
         return False
+
+    def _get_train_sampler(self, *args, **kwargs) -> Sampler | None:
+        """Return TRL's sampler. In a resumed run it goes on with the order of prompts of the checkpoint's epoch."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if self._resumed_from and self.args.own_engine:
+            skip_orders(sampler, self._resumed_from)
+        return sampler
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load also the state of features, and unused rollouts. transformers calls this before the first batch."""
@@ -282,7 +304,10 @@ class Saving:
             feature.load(checkpoint)
         rollouts = load_rollouts(checkpoint, self.accelerator, sampling_of(self.args))
         if rollouts is not None:
-            self._step, self._buffered_inputs = rollouts
+            step, batches = rollouts
+            require_slices(checkpoint, len(batches), self.args.steps_per_generation)
+            self._step = step
+            self._buffered_inputs = batches
 
 
 @contextmanager
@@ -298,7 +323,9 @@ def failing_together(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # of any kind, because the other ranks wait in the broadcast below
         failure = error
-    # All ranks get `reason`, the main process's; `failure` is this rank's own. Some errors have no text
-    [reason] = broadcast_object_list([(str(failure) or type(failure).__name__) if failure else None])
-    if reason or failure:
-        raise RuntimeError(f"{what}: {reason or failure}") from failure
+    own_reason = None
+    if failure is not None:
+        own_reason = str(failure) or type(failure).__name__  # some errors have no text
+    [reason] = broadcast_object_list([own_reason])  # the main process's, on all ranks
+    if reason or own_reason:
+        raise RuntimeError(f"{what}: {reason or own_reason}") from failure

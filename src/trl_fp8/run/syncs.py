@@ -48,8 +48,9 @@ class Syncs(Feature, TrainerCallback):
             return
 
         def characters(prompt: str | list[dict] | None) -> int:
-            texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt or ()]
-            return sum(map(len, texts))
+            if isinstance(prompt, str):
+                return len(prompt)
+            return sum(len(str(message.get("content"))) for message in prompt or ())
 
         # `[:]` reads the column at once, which is several times as fast as row by row
         longest = max(dataset["prompt"][:], key=characters, default=None)
@@ -77,8 +78,8 @@ class Syncs(Feature, TrainerCallback):
         if current != self._latest:  # evaluation may have other weights and KV scales than training in the same step
             self.require_sync()
         self._latest = current
-        # Keep the weights if the engine may generate again before they change: in further turns, or in evaluation's
-        # next batch
+        # Keep the engine's weights if it may generate again before they change: in further turns, or in the next
+        # batch of an evaluation
         has_turns = trainer.tools or trainer.environments or trainer.rollout_func
         keep_weights = bool(has_turns) or not trainer.model.training
         trainer.vllm_generation.begin(current, keep_weights)

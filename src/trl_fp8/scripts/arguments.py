@@ -78,9 +78,9 @@ class Arguments(NamedTuple):
             attributes = {"world_size": processes, "device": torch.device("cpu")}
             config_class = type("FP8GRPOConfig", (FP8GRPOConfig,), attributes)
 
-        def make(dataclass: type) -> Any:
-            names = [field.name for field in fields(dataclass) if field.init]
-            return dataclass(**{name: getattr(self.values, name) for name in names})
+        def make(config_type: type) -> Any:
+            names = [field.name for field in fields(config_type) if field.init]
+            return config_type(**{name: getattr(self.values, name) for name in names})
 
         try:
             script, args, model, mixture = map(make, (TaskArguments, config_class, ModelConfig, DatasetMixtureConfig))
@@ -101,7 +101,7 @@ class Parser(TrlParser):
     def __init__(self):
         dataclasses = TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig
         super().__init__(dataclasses, prog="trl-fp8 train", allow_abbrev=False)
-        # Flags that a run config may set. Without a type are only --help, and --no_... of flags that are on by default
+        # Flags that a run config may set. Only --help, and --no_... of flags that are on by default, have no type
         self.by_name = {each.dest: each for each in self._option_string_actions.values() if each.type is not None}
         self.by_name["resume_from_checkpoint"].help = RESUME
         if not torch.cuda.is_available():
@@ -113,30 +113,32 @@ class Parser(TrlParser):
         Raises:
             ValueError: The run config cannot be read, a name is unknown, or a value is not of its flag's type.
         """
-        path, run_config, words = read_run_config(words)
+        path, run_config, flag_words = read_run_config(words)
+        entries = run_config or {}
         spelled = {}
-        for word in words:
-            flag_word = word.partition("=")[0]
-            if flag_word.startswith("--") and " " not in flag_word:  # with a space it is a value that begins with --
-                action = self._option_string_actions.get(flag_word)
-                spelled[action.dest if action else name_of(flag_word)] = flag_word
+        for word in flag_words:
+            spelling, _, _ = word.partition("=")
+            if spelling.startswith("--") and " " not in spelling:  # a word with a space is a value that begins with --
+                action = self._option_string_actions.get(spelling)
+                name = action.dest if action else name_of(spelling)
+                spelled[name] = spelling
         launcher = _names(launch_command_parser()) | {"accelerate_config"}
         keys = {*self.by_name, *launcher, "env"}
         flags = _names(self) | launcher
-        unknown = [f"key {key!r} in {path}{did_you_mean(key, keys)}" for key in run_config or () if key not in keys]
+        unknown = [f"key {key!r} in {path}{did_you_mean(key, keys)}" for key in entries if key not in keys]
         unknown += [f"flag --{name}{did_you_mean(name, flags)}" for name in spelled if name not in flags]
         if unknown:
             raise ValueError(f"Unknown {' Unknown '.join(unknown)} All names: trl-fp8 train --help-all")
-        environment = (run_config or {}).get("env", {})
+        environment = entries.get("env") or {}
         if not isinstance(environment, dict):
             raise ValueError(f"env={environment!r} in {path}: it has to be a dictionary of environment variables.")
         os.environ.update({str(name): str(value) for name, value in environment.items()})
         defaults = {}
-        for name, value in (run_config or {}).items():
+        for name, value in entries.items():
             if name in self.by_name:
                 defaults[name] = _as_default(value, self.by_name[name])
         self.set_defaults_with_config(**defaults)
-        values, other_words = self.parse_known_args(words)
+        values, other_words = self.parse_known_args(flag_words)
         return Arguments(values, run_config, spelled, other_words)
 
     def error(self, message: str) -> NoReturn:
@@ -184,9 +186,7 @@ def words_for_accelerate(entries: dict[str, Any]) -> list[str]:
 
 
 def read_run_config(words: list[str]) -> tuple[str, dict[str, Any] | None, list[str]]:
-    """Return the path after --config, the entries of that file, and the other words. Without --config path and entries
-    are "" and None.
-    """
+    """Return path and entries of the file after --config ("" and None without --config), and the other words."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", action="append", nargs="?", const="", default=[])
     options, words = parser.parse_known_args(words)
@@ -225,7 +225,9 @@ def _as_default(value: Any, action: Action) -> Any:
     """
     if action.nargs == "+":
         return value if isinstance(value, list) or value is None else [value]
-    type_name = getattr(action.type, "__name__", "")  # also of TRL's wrapper for a flag that may be None
+    type_name = getattr(action.type, "__name__", "")  # TRL's wrapper for a flag that may be None has it, too
     if type_name in ("int", "float"):
-        return str(value)  # also None (YAML's null): the text "None" is None where a flag may be None, else refused
-    return str(value) if type_name == "string_to_bool" and value is not None else value
+        return str(value)  # YAML's null becomes "None", which argparse reads as None where a flag may be None
+    if type_name == "string_to_bool" and value is not None:
+        return str(value)
+    return value

@@ -20,8 +20,9 @@ from .rewards import MESSAGE_REWARDS, require_rewards, reward_functions
 def main() -> None:
     """Train in this process. The exit status is 2 after a user's mistake (one line on stderr), 130 after Ctrl-C."""
     quiet()
-    trainers = []
-    with ended_by_ctrl_c(lambda: _stopped(trainers) if os.environ.get("RANK", "0") == "0" else ""):
+    trainers = []  # the trainer, as soon as there is one
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    with ended_by_ctrl_c(lambda: _stopped(trainers) if is_first_rank else ""):
         from .arguments import Parser  # imports torch, so only inside `ended_by_ctrl_c`
 
         try:
@@ -29,7 +30,7 @@ def main() -> None:
             require_task(script, model, mixture)
             trainer = make_trainer(script, args, model, mixture)
         except (ValueError, OSError) as error:
-            # All ranks find the same mistake, so one per machine reports it. An OSError may occur on any rank alone
+            # All ranks find the same mistake, so one rank per machine reports it. But a single rank may get an OSError
             reports = isinstance(error, OSError) or os.environ.get("LOCAL_RANK", "0") == "0"
             sys.exit(refuse(error) if reports else 2)
         from trl_fp8.run.full_disk import FullDisk
@@ -123,7 +124,9 @@ def load_problems(script: Any, mixture: Any, has_evaluation: bool) -> list[Any]:
         reason = error.__cause__ if isinstance(error, DatasetBuildError) else error
         error_type = OSError if isinstance(error, ConnectionError) else ValueError
         raise error_type(f"{source}{with_config}: {reason}") from error
-    flags = ("dataset_train_split", "dataset_test_split") if has_evaluation else ("dataset_train_split",)
+    flags = ["dataset_train_split"]
+    if has_evaluation:
+        flags.append("dataset_test_split")
     for flag in flags:
         _require(getattr(script, flag), flag, source, splits)
     problems = [as_problems(splits[getattr(script, flag)], script, source) for flag in flags]
@@ -133,14 +136,14 @@ def load_problems(script: Any, mixture: Any, has_evaluation: bool) -> list[Any]:
 def as_problems(split: Any, script: Any, source: str = "the dataset") -> Any:
     """Return a split with the columns `prompt` and `solution`, made as the flags of `TaskArguments` say.
 
-    Raises `ValueError` if `split` lacks the column that one of them is made from.
+    Raises `ValueError` if `split` lacks a column from which `prompt` or `solution` is made.
     """
     prompt_column = script.prompt_column or "prompt"
     solution_column = script.solution_column or "solution"
     makes_messages = script.system_prompt or set(MESSAGE_REWARDS).intersection(script.reward_funcs or ())
     makes_prompt = script.prompt_column or makes_messages
     makes_solution = script.solution_column or script.solution_marker
-    columns = split.column_names or list(next(iter(split), {}))
+    columns = split.column_names or list(next(iter(split), {}))  # a streamed split may not know its columns
     if makes_prompt:
         _require(prompt_column, "prompt_column", source, columns)
     if makes_solution:
@@ -156,7 +159,8 @@ def as_problems(split: Any, script: Any, source: str = "the dataset") -> Any:
         if makes_solution:
             solution = row[solution_column]
             if script.solution_marker:
-                solution = f"\\boxed{{{solution.rpartition(script.solution_marker)[2].strip()}}}"
+                _, _, answer = solution.rpartition(script.solution_marker)
+                solution = f"\\boxed{{{answer.strip()}}}"
             problem["solution"] = solution
         return problem
 
@@ -170,10 +174,7 @@ def _require(name: str, flag: str, source: str, known: Iterable[str]) -> None:
 
 
 def _stopped(trainers: list) -> str:
-    """Return a text that says where Ctrl-C stopped a run, and how to go on.
-
-    `trainers` holds the run's trainer, or nothing before that exists.
-    """
+    """Return a text that says where Ctrl-C stopped a run, and how to go on. `trainers` comes from `main`."""
     if not trainers:
         return "stopped before the first step"
     from trl_fp8.run.checkpoints import RESUME_LAST, checkpoint_to_resume
@@ -185,11 +186,12 @@ def _stopped(trainers: list) -> str:
     if checkpoint is None:
         return f"{step}; this run has no checkpoint yet, so the same command starts from the beginning"
     last = checkpoint_to_resume(args.output_dir, "auto")  # an earlier run's, if that run had more steps
-    resumed = args.resume_from_checkpoint  # the folder may be gone: save_total_limit deletes old checkpoints
-    if str(resumed).lower() in RESUME_LAST:
-        resumed = last
+    # Where the same command would begin. This folder may be gone: save_total_limit deletes old checkpoints
+    start = args.resume_from_checkpoint
+    if str(start).lower() in RESUME_LAST:
+        start = last
     flag = ""
-    if str(resumed) != checkpoint:
+    if str(start) != checkpoint:
         flag = f" and --resume_from_checkpoint {'auto' if last == checkpoint else checkpoint}"
     return f"{step}; go on with the same command{flag}, from {checkpoint}"
 

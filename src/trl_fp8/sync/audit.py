@@ -73,34 +73,41 @@ def audit(
         RuntimeError: Tensors differ; the message names them.
     """
     # 1. Checksums of each tensor as held and as sent, and of each carried value, int64 on the device
-    names, sent = layout.names, written.sums
+    names = layout.names
+    sent = written.sums
     in_engine = layout.sums()
-    nothing = torch.zeros((), dtype=torch.int64, device=in_engine.device)
-    values = [*in_engine.unbind(), *(sent.get(name, nothing) for name in names)]
-    labels = [*(f"{name} (in the engine)" for name in names), *names]
+    zero = torch.zeros((), dtype=torch.int64, device=in_engine.device)  # stands for tensors that were not sent
+    labels = [f"{name} (in the engine)" for name in names]
+    values = list(in_engine.unbind())
+    labels += names
+    values += [sent.get(name, zero) for name in names]
     if replicas:
-        labels += [*carried, *(f"{name} (in the engine)" for name in carried)]
+        labels += carried.keys()
         values += [each.to(in_engine.device) for each in carried.values()]
-        values += [nothing + int(carried_arrived)] * len(carried)
-    # 2. The extremes of each checksum over the ranks that have to agree, and one transfer of all to the host
+        labels += [f"{name} (in the engine)" for name in carried]
+        values += [zero + int(carried_arrived)] * len(carried)  # no checksums: whether the values arrived
+    # 2. The extremes of each checksum over the ranks that have to agree, and one transfer of all numbers to the host
     own = torch.stack(values) if values else in_engine  # this rank's checksums
-    largest, smallest = replicas.extremes(own) if replicas else (own, own)
-    own, largest, smallest = torch.stack([own, largest, smallest]).tolist()
+    largest, smallest = own, own
+    if replicas:
+        largest, smallest = replicas.extremes(own)
+    own_sums, largest_sums, smallest_sums = torch.stack([own, largest, smallest]).tolist()
     # 3. The verdict, by name
-    engine_sums = own[: len(names)]
-    sent_sums = own[len(names) : 2 * len(names)]
-    by_name = zip(names, engine_sums, sent_sums, strict=True)
+    engine_sums = own_sums[: len(names)]
+    sent_sums = own_sums[len(names) : 2 * len(names)]
+    different = []
+    for name, engine_sum, sent_sum in zip(names, engine_sums, sent_sums, strict=True):
+        if name in sent and engine_sum != sent_sum:
+            different.append(name)
     problems = {
-        "hold other bytes than were sent": [
-            name for name, engine_sum, sent_sum in by_name if engine_sum != sent_sum and name in sent
-        ],
+        "hold other bytes than were sent": different,
         "are in the engine but were never sent": [name for name in names if name not in sent],
         "were sent but are not in the engine": written.unknown,
     }
     cause = "The ranks hold different policies: look for what changes weights on some ranks only."
     if any(problems.values()):  # otherwise each engine holds what its rank sent, so the ranks sent different tensors
         cause = "This is a defect of the sync, not of your data."
-    extremes = zip(labels, largest, smallest, strict=True)
+    extremes = zip(labels, largest_sums, smallest_sums, strict=True)
     problems["are not the same on every rank"] = [label for label, most, least in extremes if most != least]
     lines = [f"{len(which)} tensors {what}: {listed(which, 12)}" for what, which in problems.items() if which]
     if lines:

@@ -64,9 +64,10 @@ class TensorGroup:
     tensors: Tensors | None  # source of the tensors for all of `layout` except buffers; None until `deliver` sets it
     one_by_one: bool = False  # whether the source may change a tensor when it yields the next one, see `Writer`
     survives_sleep: bool = False  # whether the engine restores the tensors itself when it wakes
-    seal: list[int] | None = None  # checksums of the audited tensors; None: the engine may not hold the policy's
-    audited: Layout | None = None  # what to audit after a write with which other groups arrive; None: `layout`
-    fp8_weights: int = 0  # of the last write, like the next two fields; see `SyncReport`
+    seal: list[int] | None = None  # checksums of the audited tensors; None: the engine may hold other tensors
+    audited: Layout | None = None  # layout to audit if other groups arrive together with this group; None: `layout`
+    # The last write of this group, as in `SyncReport`
+    fp8_weights: int = 0
     weight_relative_error: float = 0.0
     dead_blocks: dict[str, int] = field(default_factory=dict)
 
@@ -90,10 +91,11 @@ class InPlaceDelivery:
         model: nn.Module,
         recipe: FP8Recipe,
         *,
-        frozen: Sequence[TensorGroup] = (),  # not trained, so written once, with the first delivery or before
+        # Groups of tensors that are not trained. Each is written once, with the first delivery or before
+        frozen: Sequence[TensorGroup] = (),
         one_by_one: bool = False,  # see `Writer`
         # Whether a write puts tensors into staging buffers, from which `Engine.arrive` takes them. Frozen groups then
-        # arrive with the trained tensors, and all are audited together
+        # arrive with the trained tensors, and all groups are audited together
         staged: bool = False,
         replicas: Replicas | None = None,  # the ranks whose engines must hold the same policy; None on one process
         carried: CarriedValue | None = None,
@@ -103,11 +105,16 @@ class InPlaceDelivery:
         self._recipe = recipe
         self._replicas = replicas
         self._reduce_max = replicas.reduce_max if replicas else None
-        trained = set(engine.layout.names).difference(*(group.layout.names for group in frozen))
-        layout = engine.layout.part(trained) if frozen else engine.layout
+        layout = engine.layout
+        if frozen:
+            trained = set(engine.layout.names)
+            for group in frozen:
+                trained -= set(group.layout.names)
+            layout = engine.layout.part(trained)
+        audited = engine.layout if staged else None
         self.frozen = frozen
         self._staged = staged
-        self._trained = TensorGroup(layout, None, one_by_one, audited=engine.layout if staged else None)
+        self._trained = TensorGroup(layout, tensors=None, one_by_one=one_by_one, audited=audited)
         self.carried = carried
         self.last: SyncReport | None = None  # report of the latest delivery that succeeded
         self.failures = 0  # number of deliveries that failed their audit, or whose engine was later found changed
@@ -132,8 +139,8 @@ class InPlaceDelivery:
             for group in self._groups:
                 if not group.survives_sleep:
                     group.seal = None
-        # A frozen group is sent if any rank has no seal of it: a rank may have found its engine changed. Frozen groups
-        # come first, because a policy that shares its base with the engine computes with them when it is calibrated
+        # All ranks send a frozen group if any rank has no seal of the group: a rank may have found its engine changed.
+        # Frozen groups come first: a policy that shares its base with the engine computes with them in `prepare`
         unsealed = []
         if self.frozen:
             flags = self._largest([int(group.seal is None) for group in self.frozen], self._reduce_max)
@@ -144,12 +151,14 @@ class InPlaceDelivery:
             try:
                 self.carried.prepare()
             except ValueError:
-                # The usual reason is a weight that is not finite, which this check names. It uses no collective: other
-                # ranks may still wait in a collective of `prepare`, and would take one of this check for it
+                # The usual reason is a weight that is not finite, which this check names. The check uses no
+                # collective: other ranks may still wait in a collective of `prepare`, and would mistake it for theirs
                 require_finite(self._model)
                 raise
         prepare_seconds = time.perf_counter() - prepare_start
-        carried = self.carried if self.carried is not None and self.carried.value is not None else None
+        carried = self.carried
+        if carried is not None and carried.value is None:  # there is no value to send yet
+            carried = None
         self._trained.tensors = tensors
         quantize_seconds += self.send(self._trained, carried)
         try:
@@ -158,16 +167,20 @@ class InPlaceDelivery:
             self._trained.seal = None
             raise
         groups = self._groups
-        sent = [*unsealed, self._trained]  # if staged, the seal of the trained group covers all groups
+        sent = [*unsealed, self._trained]
+        audited = [self._trained] if self._staged else sent  # if staged, the seal of the trained group covers all
+        dead_blocks = {}
+        for group in groups:
+            dead_blocks |= group.dead_blocks
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
             quantize_seconds=quantize_seconds,
             prepare_seconds=prepare_seconds,
-            audited_tensors=sum(len(group.seal) for group in ([self._trained] if self._staged else sent)),
+            audited_tensors=sum(len(group.seal) for group in audited),
             bytes_sent=sum(group.bytes for group in sent),
             fp8_weights=sum(group.fp8_weights for group in groups),
             weight_relative_error=max(group.weight_relative_error for group in groups),
-            dead_blocks={name: count for group in groups for name, count in group.dead_blocks.items()},
+            dead_blocks=dead_blocks,
             carried={carried.name: carried.value} if carried else {},
         )
         return self.last
@@ -278,8 +291,8 @@ class InPlaceDelivery:
             return codes
         # The backend can reduce tensors on the engine's device, but maybe not on the policy's: before FSDP2 shards it
         # the policy may be on the host
-        tensor = next(iter(self._trained.layout.held.values()))
-        largest = torch.tensor(codes, device=tensor.device)
+        any_tensor = next(iter(self._trained.layout.held.values()))
+        largest = torch.tensor(codes, device=any_tensor.device)
         reduce_max(largest)
         return largest.tolist()
 
@@ -306,7 +319,9 @@ class InPlaceDelivery:
             return error
 
     def _prove(self, group: TensorGroup, writer: Writer, carried: CarriedValue | None) -> list[int]:
-        """Return the seal of what was written. Raise `RuntimeError` if some rank's engine lacks any of it."""
+        """Return the seal of what was written. Raise `RuntimeError` on all ranks if an engine of a rank lacks any of
+        what was written to it.
+        """
         failure = None
         try:
             if carried:
@@ -315,9 +330,10 @@ class InPlaceDelivery:
             failure = error
         digests = {carried.name: carried.digest()} if carried else {}
         try:
-            if group.audited is not None:  # `staged`: frozen groups were written before, and arrived with this one
+            if group.audited is not None:  # `staged`: frozen groups were written before, and arrived with this group
                 for frozen in self.frozen:
-                    sums = torch.tensor(frozen.seal, device=next(iter(frozen.layout.held.values())).device)
+                    any_tensor = next(iter(frozen.layout.held.values()))
+                    sums = torch.tensor(frozen.seal, device=any_tensor.device)
                     writer.sums.update(zip(frozen.layout.names, sums.unbind(), strict=True))
             seal = audit(group.sealed, writer, digests, self._replicas, carried_arrived=failure is None)
         except RuntimeError as error:

@@ -62,11 +62,13 @@ class Piece:
     module: nn.Module
     attribute: str  # name of the engine parameter in `module`
     dtype: torch.dtype  # dtype of the engine parameter
-    # This rank's span of each dim of the checkpoint tensor; None, or no entry: the whole dim
+    # This rank's span of each dim of the checkpoint tensor. None, or a missing entry, stands for the whole dim
     sent: tuple[Span | Joined | None, ...] = ()
-    in_engine: tuple[Span | None, ...] = ()  # the part's span of each dim of the engine parameter, likewise
-    # (dim, count): the dim has `count` equal parts (2: gate and up). Both tensors are unflattened there to
-    # [count, size / count], and `sent` and `in_engine` have a span for each of the two dims. Example: vllm/layout.py
+    # The span of each dim of the engine parameter in which this rank's part lies. None, or a missing entry, as above
+    in_engine: tuple[Span | None, ...] = ()
+    # (dim, count): this dim consists of `count` equal parts, such as gate and up, and this rank has the same span of
+    # each part. Before the spans are cut, this dim of both tensors is viewed as two dims [count, size / count], and
+    # `sent` and `in_engine` have an entry for each of the two. Example: vllm/layout.py
     equal: tuple[int, int] | None = None
     transposed: bool = False  # whether the engine parameter is `[..., K, N]` and the checkpoint tensor `[..., N, K]`
     # Whether the checkpoint tensor is `[..., K, N]` and the engine parameter `[..., N, K]`. `sent` then refers to
@@ -74,7 +76,7 @@ class Piece:
     sent_transposed: bool = False
     # Whether this rank holds zeros instead of a bias: ranks add up their outputs, so only one may hold the bias
     zero: bool = False
-    # Computes the tensor from others that the engine was sent. None: this tensor is sent
+    # Computes the tensor from other tensors that a sync has sent. None: a sync sends this tensor itself
     derived: Callable[[], torch.Tensor] | None = None
 
     @property
@@ -92,11 +94,13 @@ class Piece:
 
         Raises `ValueError` if the checkpoint tensor has another size than the engine expects.
         """
-        part = self._cut(tensor.mT if self.sent_transposed else tensor, self.sent)
+        if self.sent_transposed:
+            tensor = tensor.mT
+        part = self._cut(tensor, self.sent)
         return torch.zeros_like(part) if self.zero else part
 
     def place(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        """Copy `part`, this rank's, to its place in a checkpoint tensor `whole`: the inverse of `of_sent`."""
+        """Copy this rank's `part` to its place in the checkpoint tensor `whole`: the inverse of `of_sent`."""
         for dim, joined in enumerate(self.sent):
             # A `Joined` part is no view of `whole`, so each of its spans is placed by itself, with its start counted
             # from the start of the whole dim
@@ -109,27 +113,33 @@ class Piece:
                     start_in_whole += span.whole
                     start_in_part += span.size
                 return
-        self._cut(whole.mT if self.sent_transposed else whole, self.sent).copy_(part)
+        if self.sent_transposed:
+            whole = whole.mT
+        self._cut(whole, self.sent).copy_(part)
 
     def of_engine(self) -> torch.Tensor:
         """Return the part in the engine parameter, as a view."""
         parameter = self.parameter.detach()
-        return self._cut(parameter.mT if self.transposed else parameter, self.in_engine)
+        if self.transposed:
+            parameter = parameter.mT
+        return self._cut(parameter, self.in_engine)
 
     def _cut(self, tensor: torch.Tensor, spans: tuple[Span | Joined | None, ...]) -> torch.Tensor:
+        """Return the elements of a tensor that lie in the spans of all dims; `tensor` itself if nothing is cut off."""
         if self.equal is not None:
             dim, count = self.equal
             tensor = tensor.unflatten(dim, (count, -1))
         for dim, span in enumerate(spans):
-            if span is not None:
-                if span.whole not in (None, tensor.shape[dim]):
-                    raise ValueError(
-                        f"{self.name} has size {tensor.shape[dim]} in dim {dim}, and the engine expects {span.whole}. "
-                        "Was the model resized after it was saved, or after the engine was started? Save it with "
-                        "save_pretrained, and start from there."
-                    )
-                if span.size != tensor.shape[dim]:
-                    tensor = span.of(tensor, dim)
+            if span is None:
+                continue
+            if span.whole not in (None, tensor.shape[dim]):
+                raise ValueError(
+                    f"{self.name} has size {tensor.shape[dim]} in dim {dim}, and the engine expects {span.whole}. "
+                    "Was the model resized after it was saved, or after the engine was started? Save it with "
+                    "save_pretrained, and start from there."
+                )
+            if span.size != tensor.shape[dim]:
+                tensor = span.of(tensor, dim)
         return tensor
 
 
@@ -142,6 +152,7 @@ class Layout:
         pieces = list(pieces)
         self.pieces = {piece.name: piece for piece in pieces}
         self.names = tuple(self.pieces)
+        # Of several pieces with one name `self.pieces` has only the last
         twice = [piece.name for piece in pieces if self.pieces[piece.name] is not piece]
         if twice:
             raise RuntimeError(f"several tensors of an engine have one name: {listed(twice)}.")
@@ -167,8 +178,8 @@ class Layout:
 
     def changed(self, seal: Sequence[int]) -> list[str]:
         """Return the names of the tensors whose checksums differ from those in `seal`. Waits for the device once."""
-        by_name = zip(self.names, seal, self.sums().tolist(), strict=True)
-        return [name for name, sealed, now in by_name if now != sealed]
+        sums = self.sums().tolist()
+        return [name for name, sealed, now in zip(self.names, seal, sums, strict=True) if now != sealed]
 
     def _refresh(self) -> None:
         """Rebuild the views in `_held` and the table of their addresses if a parameter was moved or replaced.

@@ -1,5 +1,5 @@
-"""Checks of a policy before an engine gets it. vLLM must be able to load its type from its path, tie the same
-embeddings and hold the same tensors. All values must be finite.
+"""Checks of a policy before an engine gets it. vLLM must be able to serve the model at the policy's path, with the
+same tied embeddings and the same tensors. All values must be finite.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,15 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .pieces import Layout
+from .pieces import Layout, Piece
 from .shards import local_part
 
 
 def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
-    """Raise `ValueError` for a policy that no engine can serve. Starts none. For `resolve` see recipe/servable.py."""
+    """Raise `ValueError` for a policy that no engine can serve, before one is started.
+
+    For `resolve` see recipe/servable.py.
+    """
     peft_configs = model.peft_config.values() if is_peft_model(model) else ()
     for config in peft_configs:
         if config.is_prompt_learning or config.is_adaption_prompt:
@@ -68,43 +71,52 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
     message names some of them.
     """
     # Without this check the first sync would fail. Its error could not say whether vLLM holds this model differently
-    # or whether a tensor was lost. dtype None: any, because a sync rounds the tensor to the engine's dtype
-    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}  # name in the engine -> shape, dtype
+    # or whether a tensor was lost
+    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}  # name in the engine -> shape, dtype (None: any)
     for name, shape in outline_of(model).parameters.items():
-        fp8 = name in recipe.fp8_tensors
-        sent[recipe.engine_name(name)] = shape, E4M3 if fp8 else None
-        if fp8:
-            sent[recipe.scale_name(name)] = recipe.format.scale_shape(shape), scale_dtype(recipe.format)
-    unknown = [name for name in sent if name not in layout.pieces]
-    differences = {name: _other_form(layout, name, *form) for name, form in sent.items() if name in layout.pieces}
-    other = [f"{name} {difference}" for name, difference in differences.items() if difference is not None]
-    empty = [name for name, piece in layout.pieces.items() if name not in sent and piece.derived is None]
-    if unknown or empty:
+        if name in recipe.fp8_tensors:
+            sent[recipe.engine_name(name)] = (shape, E4M3)
+            sent[recipe.scale_name(name)] = (recipe.format.scale_shape(shape), scale_dtype(recipe.format))
+        else:
+            sent[recipe.engine_name(name)] = (shape, None)  # a sync rounds it to the engine's dtype
+    only_sent = []  # names
+    differences = []  # name and difference of each tensor with another shape or dtype in the engine
+    for name, (shape, dtype) in sent.items():
+        if name not in layout.pieces:
+            only_sent.append(name)
+            continue
+        difference = _difference(layout.pieces[name], shape, dtype)
+        if difference is not None:
+            differences.append(f"{name} {difference}")
+    only_in_engine = [name for name, piece in layout.pieces.items() if name not in sent and piece.derived is None]
+    if only_sent or only_in_engine:
         reason = (
-            f"vLLM's class has {len(empty)} tensors under names that the policy does not have "
-            f"({listed(sorted(empty), 4) or 'none'}), and the policy {len(unknown)} that the class does not have "
-            f"({listed(sorted(unknown), 4) or 'none'})"
+            f"vLLM's class has {len(only_in_engine)} tensors under names that the policy does not have "
+            f"({listed(sorted(only_in_engine), 4) or 'none'}), and the policy {len(only_sent)} that the class does "
+            f"not have ({listed(sorted(only_sent), 4) or 'none'})"
         )
-    elif other:
-        reason = f"the engine holds {len(other)} tensors in another form ({listed(other, 4)})"
+    elif differences:
+        reason = f"the engine holds {len(differences)} tensors in another form ({listed(differences, 4)})"
     else:
         return
     raise ValueError(servable.unservable(recipe.model_type, reason))
 
 
-def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
-    """Return what differs between the engine's tensor and the tensor that is sent; None if the latter fits, dims of
-    size 1 apart.
+def _difference(piece: Piece, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
+    """Return how the engine's tensor differs from the sent one in shape or dtype; None if it does not differ.
+
+    Dims of size 1 are not compared. `dtype` None: any.
     """
-    piece = layout.pieces[name]
     target = piece.of_engine()
     try:
-        part = piece.of_sent(torch.empty(shape, device="meta")).shape
-    except (RuntimeError, ValueError, IndexError):  # another size, or fewer dims
+        part = piece.of_sent(torch.empty(shape, device="meta")).shape  # this rank's part
+    except (RuntimeError, ValueError, IndexError):  # the shape has no such part: compare, and report, the whole
         part = torch.Size(shape)
     if [size for size in target.shape if size != 1] != [size for size in part if size != 1]:
         return f"is {list(target.shape)} where {list(part)} is sent"
-    return f"is {target.dtype} where {dtype} is sent" if dtype not in (None, target.dtype) else None
+    if dtype is not None and dtype != target.dtype:
+        return f"is {target.dtype} where {dtype} is sent"
+    return None
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:

@@ -37,8 +37,8 @@ Tensors = Callable[[], AbstractContextManager[Iterator[SentTensor]]]
 
 
 class Occasion(NamedTuple):
-    """Purpose of a generation. It and the number of the engine's call seed the sampling, so a resumed run samples what
-    an uninterrupted run does.
+    """Purpose of a generation. The occasion and the number of the engine's call seed the sampling, so a resumed run
+    samples what an uninterrupted run does.
     """
 
     run_seed: int
@@ -50,7 +50,7 @@ class Occasion(NamedTuple):
 class SyncReport:
     """Report of one finished sync."""
 
-    seconds: float  # wall time of the whole sync, including the next two
+    seconds: float  # wall time of the whole sync, including the seconds of the next two fields
     quantize_seconds: float  # quantizing and writing, as the host sees it; on a GPU the device may still be at work
     prepare_seconds: float  # computing the carried value
     audited_tensors: int  # number of tensors that were read back and compared

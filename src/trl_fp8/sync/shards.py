@@ -1,5 +1,8 @@
 """Gathers a policy whose rows are spread over ranks, in the form in which an engine holds it.
 
+`gathered` yields one whole parameter after the other. For each parameter `Sharded.of` finds this rank's part, `_plan`
+chooses a way, `_write_own` writes this rank's part, and `_Gather.gather` adds the parts of the other ranks. The ways:
+
     FP8 weight, shards of whole blocks    each rank quantizes its rows into the engine's own tensors, where codes and
                                           scales are then gathered: one byte for each number
     other weight, shards in order         each rank rounds its part to the engine's dtype (BF16); the rounded parts
@@ -7,14 +10,14 @@
     shards in another order               PyTorch's `full_tensor`, in the policy's dtype
 
 Shapes, layout and the number of ranks decide which of these ways a parameter takes, so all ranks decide the same. A
-rank on which something fails continues to gather, even with wrong data, so that no other rank waits for it. It raises
-at the end. Inside another library's gather it cannot continue: a failure there is a `GatherFailed`.
+rank on which something fails continues to gather, even with wrong data, so that no other rank waits for it. This rank
+raises its error at the end. Inside another library's gather a rank cannot continue: a failure there is a
+`GatherFailed`.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -39,7 +42,7 @@ class Rows:
     @property
     def per_rank(self) -> int:
         """Return the number of rows of a rank; the last ranks may have fewer."""
-        return -(-self.count // self.ranks)
+        return -(-self.count // self.ranks)  # -(-a // b) rounds up
 
     @property
     def padded(self) -> int:
@@ -48,24 +51,33 @@ class Rows:
 
     def of(self, rank: int) -> slice:
         """Return the rows of one rank as a slice, which may be empty."""
-        return slice(min(self.per_rank * rank, self.count), min(self.per_rank * (rank + 1), self.count))
+        start = min(self.per_rank * rank, self.count)
+        end = min(self.per_rank * (rank + 1), self.count)
+        return slice(start, end)
 
 
 def rows_of_codes(shape: Sequence[int], ranks: int, spec: FormatSpec) -> tuple[Rows, Rows] | None:
     """Return how the rows (first dim) of a weight's codes and of its scales are distributed if each rank quantizes its
     own rows. Return None if ranks cannot do that, because
 
+    - the whole weight has one scale, or
     - shards split blocks, or
     - a row of scales is no whole number of 4-byte words: checksums of parts would not add up to that of the whole.
     """
-    rows, block = Rows(shape[0], ranks), spec.weight_block
-    if block is None or len(shape) < 2 or spec.scale_shape(shape)[-1] * spec.scale_bytes % 4:
+    block = spec.weight_block
+    if block is None or len(shape) < 2:
         return None
-    if len(shape) > 2:
+    bytes_of_scale_row = spec.scale_shape(shape)[-1] * spec.scale_bytes
+    if bytes_of_scale_row % 4:
+        return None
+    rows = Rows(shape[0], ranks)
+    if len(shape) > 2:  # a row is a whole expert, with all of its codes and scales
         return rows, rows
-    if rows.per_rank % block[0]:
+    rows_of_block = block[0]
+    if rows.per_rank % rows_of_block:
         return None
-    return rows, Rows(-(-rows.count // block[0]), ranks)
+    rows_of_scales = Rows(-(-rows.count // rows_of_block), ranks)
+    return rows, rows_of_scales
 
 
 class Sharded(NamedTuple):
@@ -78,25 +90,32 @@ class Sharded(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """Return the shape of the parts of all ranks together: `whole`, or flat if `local` is flat."""
-        return self.whole if self.local.dim() == len(self.whole) else torch.Size([self.whole.numel()])
+        if self.local.dim() == len(self.whole):
+            return self.whole
+        return torch.Size([self.whole.numel()])
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "Sharded | None":
         """Return this rank's part. None if the parameter is whole, or sharded in another way (HSDP, TP, on disk)."""
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            in_order = mesh.ndim == 1 and parameter.placements == (Shard(0),)
-            return cls(parameter.detach().to_local(), parameter.shape, mesh.get_group()) if in_order else None
+            if mesh.ndim != 1 or parameter.placements != (Shard(0),):
+                return None
+            return cls(parameter.detach().to_local(), parameter.shape, mesh.get_group())
         part = getattr(parameter, "ds_tensor", None)  # ZeRO-3 (DeepSpeed 0.19): flat parts of equal size
         if part is None:
             return None
-        shape, group = parameter.ds_shape, parameter.ds_process_group
-        start, ranks = get_rank(group) * len(part), get_world_size(group)
-        if len(part) != Rows(shape.numel(), ranks).per_rank or not part.is_floating_point():
+        shape = parameter.ds_shape
+        group = parameter.ds_process_group
+        ranks = get_world_size(group)
+        elements = Rows(shape.numel(), ranks)
+        if len(part) != elements.per_rank or not part.is_floating_point():
             return None
         if len(shape) > 1 and shape[0] % ranks == 0:  # the flat parts are whole rows
             return cls(part.view(-1, *shape[1:]), shape, group)
-        return cls(part[: max(shape.numel() - start, 0)], shape, group)  # without the padding of the last ranks
+        # DeepSpeed pads the parts of the last ranks at their ends
+        own_elements = elements.of(get_rank(group))
+        return cls(part[: own_elements.stop - own_elements.start], shape, group)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -128,7 +147,8 @@ class WrittenCodes(NamedTuple):
     """An FP8 weight that is in the engine already, because ranks quantized their rows into it."""
 
     own_rows: Destination | None  # the rows that this rank quantized; None if it has no rows
-    # int64 `[2]`: checksums of the codes and of the scales in `own_rows`. After the last gather: of all ranks' rows
+    # int64 `[2]`: checksums of the codes and of the scales in `own_rows`. After the last gather `gathered` replaces
+    # them by the checksums of all ranks' rows
     sums: torch.Tensor
 
 
@@ -146,14 +166,23 @@ def gathered(
     """
     # 1. Plan which parameters are gathered here, and where to. PyTorch gathers parameters that are sharded in another
     # order, or over another group of ranks than the first sharded parameter
-    parts = {name: Sharded.of(parameter) for name, parameter in parameters}
-    group = next((part.group for part in parts.values() if part is not None), None)
-    sharded = {name: part for name, part in parts.items() if part is not None and part.group == group}
-    plans = {name: _plan(name, part, recipe, layout) for name, part in sharded.items()}
-    # 2. Allocate buffers for the largest parameter. All parameters use them, because each is consumed before the next
-    # one is gathered
-    buffers, all_sums = _allocated(list(plans.values()), device, group) if plans else ([], None)
-    sums_left = iter(all_sums) if plans else None
+    group = None
+    sharded: dict[str, Sharded] = {}
+    plans: dict[str, list[_Gather]] = {}
+    for name, parameter in parameters:
+        part = Sharded.of(parameter)
+        if part is None:
+            continue
+        if group is None:
+            group = part.group
+        if part.group == group:
+            sharded[name] = part
+            plans[name] = _plan(name, part, recipe, layout)
+    # 2. Allocate buffers for the largest parameter. All parameters use them, because each parameter is consumed before
+    # the next one is gathered
+    if plans:
+        buffers, all_sums = _allocated(list(plans.values()), device, group)
+        sums_left = iter(all_sums)  # views `[2]` of its rows
     failure = None
     # 3. Gather one parameter after the other. Errors are raised at the end, because other ranks are in the same
     # gathers
@@ -161,25 +190,30 @@ def gathered(
         if name not in plans:
             with gathering():
                 parameter = parameter.detach().to(device)
-                parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                if isinstance(parameter, DTensor):
+                    parameter = parameter.full_tensor()
             yield name, parameter
             continue
         plan = plans[name]
+        # A plan of one gather uses only the first buffer
+        wholes = [gather.whole(buffer) for gather, buffer in zip(plan, buffers, strict=False)]
+        sums = None
+        if len(plan) == 2:  # codes and scales
+            sums = next(sums_left)
         own_rows = None
-        wholes = [part.whole(buffer) for part, buffer in zip(plan, buffers, strict=False)]
-        sums = next(sums_left) if len(plan) == 2 else None  # a plan of 2 gathers codes and scales
         try:
             own_rows = _write_own(sharded[name], plan, wholes, sums, recipe)
         except Exception as error:
             failure = failure or error
         with gathering():
-            for part, whole in zip(plan, wholes, strict=True):
-                part.gather(whole, group)
+            for gather, whole in zip(plan, wholes, strict=True):
+                gather.gather(whole, group)
         if sums is None:
-            yield name, wholes[0][: plan[0].rows.count].view(sharded[name].whole)
+            without_padding = wholes[0][: plan[0].rows.count]
+            yield name, without_padding.view(sharded[name].whole)
         else:
             yield name, WrittenCodes(own_rows, sums)
-    # 4. Sum the checksums of all ranks' parts, which gives those of whole weights: both wrap modulo 2**64
+    # 4. Add up the checksums of all ranks' parts. The sums are the checksums of whole weights: both wrap modulo 2**64
     if plans:
         with gathering():
             all_reduce(all_sums, group=group)
@@ -197,15 +231,21 @@ class _Gather(NamedTuple):
 
     @property
     def in_place(self) -> bool:
+        """Return whether the parts can be gathered in `target` itself, which has no room for padding."""
         return self.target is not None and self.target.is_contiguous() and self.rows.count == self.rows.padded
 
     @property
     def buffer_bytes(self) -> int:
-        return 0 if self.in_place else self.rows.padded * self.row.numel() * self.dtype.itemsize
+        """Return the bytes that `whole` needs in a buffer."""
+        if self.in_place:
+            return 0
+        return self.rows.padded * self.row.numel() * self.dtype.itemsize
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the tensor to gather into, `[rows.padded, *row]`: `target` if possible, else part of `buffer`."""
-        return self.target if self.in_place else buffer[: self.buffer_bytes].view(self.dtype).view(-1, *self.row)
+        if self.in_place:
+            return self.target
+        return buffer[: self.buffer_bytes].view(self.dtype).view(-1, *self.row)
 
     def gather(self, whole: torch.Tensor, group: ProcessGroup) -> None:
         """Fill `whole`, which has this rank's rows already, with all rows, and copy it to `target` if necessary."""
@@ -218,22 +258,26 @@ class _Gather(NamedTuple):
 
 def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> list[_Gather]:
     """Return the gathers of a parameter: two for codes and scales into the engine's tensors, or one for its values."""
-    shape, ranks = parameter.shape, get_world_size(parameter.group)
-    piece = layout.pieces.get(recipe.engine_name(name))
-    dtype = piece.dtype if piece else parameter.local.dtype
-    if name in recipe.fp8_tensors:
-        dtype = torch.bfloat16  # in which the values are gathered if ranks cannot quantize their own rows
-        # With tensor parallelism an engine holds only a part of a weight, so whole rows cannot be gathered into it
-        rows = rows_of_codes(shape, ranks, recipe.format) if recipe.tensor_parallel_size == 1 else None
-        if piece and rows:
-            # `of_engine` in place of `Layout.held`, which would look up all parameters for each weight
-            pieces = piece, layout.pieces[recipe.scale_name(name)]
-            gathers = []
-            for rows_of, each in zip(rows, pieces, strict=True):
-                target = joined_halves(each.of_engine())  # a view: without tensor parallelism each half is whole
-                gathers.append(_Gather(rows_of, target.shape[1:], target.dtype, target))
-            return gathers
-    return [_Gather(Rows(shape[0], ranks), shape[1:], dtype)]
+    shape = parameter.shape
+    ranks = get_world_size(parameter.group)
+    rows_of_values = Rows(shape[0], ranks)
+    piece = layout.pieces.get(recipe.engine_name(name))  # None: an audit will say that the engine lacks the parameter
+    if name not in recipe.fp8_tensors:
+        dtype = piece.dtype if piece else parameter.local.dtype
+        return [_Gather(rows_of_values, shape[1:], dtype)]
+    rows = None
+    # With tensor parallelism an engine holds only a part of a weight, so whole rows cannot be gathered into it
+    if piece and recipe.tensor_parallel_size == 1:
+        rows = rows_of_codes(shape, ranks, recipe.format)
+    if rows is None:  # gather the values, which the writer then quantizes
+        return [_Gather(rows_of_values, shape[1:], torch.bfloat16)]
+    gathers = []
+    pieces = piece, layout.pieces[recipe.scale_name(name)]
+    for rows_of_piece, each in zip(rows, pieces, strict=True):
+        # `of_engine` and not `Layout.held`, which would look up all parameters for each weight
+        target = joined_halves(each.of_engine())  # a view: without tensor parallelism each half is whole
+        gathers.append(_Gather(rows_of_piece, target.shape[1:], target.dtype, target))
+    return gathers
 
 
 def _write_own(
@@ -246,13 +290,16 @@ def _write_own(
     if sums is None:
         own_parts[0].copy_(local)
         return None
-    # A checksum counts the rows of all dims but the last: an expert of `[E, N, K]` has N rows
+    if not local.numel():
+        return None
+    # A checksum counts the rows of all dims except the last: an expert of `[E, N, K]` has N rows
     before = tuple(gather.rows.of(rank).start * gather.row[:-1].numel() for gather in plan)
-    own = Destination(local, own_parts[0], as_blocks(own_parts[1]), rows_before=before)
+    codes, scale = own_parts
+    own = Destination(local, codes, as_blocks(scale), rows_before=before)
     options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
-    if local.numel():
-        sums.copy_(quantize_into([own], *options)[0])
-    return own if local.numel() else None
+    [own_sums] = quantize_into([own], *options)
+    sums.copy_(own_sums)
+    return own
 
 
 def _allocated(
@@ -264,12 +311,14 @@ def _allocated(
 
     Raises `RuntimeError` on all ranks if any rank lacks the memory.
     """
-    sizes = [max(part.buffer_bytes for part in parts if part) for parts in zip_longest(*plans)]
+    first_bytes = max(plan[0].buffer_bytes for plan in plans)
+    plans_of_codes = [plan for plan in plans if len(plan) == 2]  # codes and scales
+    second_bytes = max((plan[1].buffer_bytes for plan in plans_of_codes), default=0)
     failure = None
     failed = torch.zeros((), device=device)  # allocated before memory may run out, because the reduction needs it
     try:
-        buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-        sums = torch.zeros(sum(len(plan) == 2 for plan in plans), 2, dtype=torch.int64, device=device)
+        buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in (first_bytes, second_bytes)]
+        sums = torch.zeros(len(plans_of_codes), 2, dtype=torch.int64, device=device)
     except RuntimeError as error:
         failure = error
         failed.fill_(1)

@@ -30,7 +30,7 @@ def by_scale(
 
     Args:
         parameters: `(checkpoint name, tensor or a record that stands for it)`.
-        expected: Names of FP8 weights that must be among them. A `RuntimeError` at the end names the missing ones.
+        expected: Names of FP8 weights that `parameters` must have. A `RuntimeError` at the end names the missing ones.
         copy: Whether to keep copies, in BF16, of weights that wait for others of their scale. Necessary if the source
             may change a tensor when it yields the next one.
     """
@@ -39,7 +39,9 @@ def by_scale(
     for name, parameter in parameters:
         missing.discard(name)
         group = recipe.sharing_scale(name)
-        waiting[name] = parameter.detach().to(torch.bfloat16, copy=True) if copy and len(group) > 1 else parameter
+        if copy and len(group) > 1:
+            parameter = parameter.detach().to(torch.bfloat16, copy=True)
+        waiting[name] = parameter
         if all(peer in waiting for peer in group):
             yield {peer: waiting.pop(peer) for peer in group}
     if missing:
@@ -58,21 +60,22 @@ def weight_stream(
     """Yield `(name in an FP8 checkpoint, tensor)` for a policy's `(checkpoint name, full tensor)`.
 
     A parameter that is BF16 already is not copied, so the consumer has to copy it before it requests the next one. Any
-    other parameter is copied when it is rounded. At most one such copy exists at a time; of weights that share a
-    scale, two or three.
+    other parameter is copied when it is rounded. At most one such copy exists at a time, or two or three copies of
+    weights that share a scale.
     """
     for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
-        rounded = [
-            weight.detach().to(torch.float32 if is_fp32(name, recipe.model_type) else torch.bfloat16)
-            for name, weight in weights.items()
-        ]
+        rounded = []
+        for name, weight in weights.items():
+            dtype = torch.float32 if is_fp32(name, recipe.model_type) else torch.bfloat16
+            rounded.append(weight.detach().to(dtype))
         if recipe.fp8_tensors.issuperset(weights):
             quantized = quantize_fused(rounded, recipe.format, recipe.scale_format)
             for name, codes in zip(weights, quantized, strict=True):
                 yield recipe.stored_name(name), codes.qdata
                 yield recipe.stored_name(name + recipe.format.scale_suffix), stored_scale(codes, recipe.format)
         else:
-            yield from zip(map(recipe.stored_name, weights), rounded, strict=True)
+            for name, weight in zip(weights, rounded, strict=True):
+                yield recipe.stored_name(name), weight
     for name, buffer in buffers:
         yield recipe.stored_name(name), buffer.detach()
     if kv_scales is None:

@@ -7,10 +7,12 @@
     derived        computed from the tensors just written, as vLLM does after a load: two parts of MLA's kv_b_proj,
                    and MXFP8's scales as a kernel reads them
 
+`write` sorts tensors by kind into two queues (`_queue_quantized`, `_queue_copy`), and `_flush` writes the queued ones.
+
 The writer keeps a checksum of everything that it computes, and the audit compares the checksums with the engine's
-tensors. Writing does not synchronize with the device. There are no intermediate copies, except of
-a tensor parallel rank's part of a fused q, k and v. vLLM's own loader would gather the shards of a
-fused layer, copy them and process the layer again.
+tensors. Writing does not synchronize with the device. There are no intermediate copies, except of a tensor parallel
+rank's part of a fused q, k and v. vLLM's own loader would gather the shards of a fused layer, copy them and process
+the layer again.
 """
 
 from collections.abc import Callable, Iterable
@@ -44,7 +46,9 @@ class Writer:
         This is necessary if the source changes a tensor when it yields the next one, because it unmerges an adapter or
         gathers the next parameter into the same memory.
         """
-        self._layout, self._pieces, self._held = layout, layout.pieces, layout.held
+        self._layout = layout
+        self._pieces = layout.pieces
+        self._held = layout.held  # name in the engine -> the engine's tensor
         self._recipe = recipe
         self._one_by_one = one_by_one
         self._weights: list[tuple[str, Destination]] = []  # queue of FP8 weights that are not written yet
@@ -54,21 +58,24 @@ class Writer:
         self.unknown: list[str] = []  # names of sent tensors that the engine does not have
         self.fp8_weights = 0  # number of FP8 weights
         every = max(1, len(recipe.fp8_tensors) // SAMPLED_WEIGHTS)
-        self._sampled = frozenset(sorted(recipe.fp8_tensors)[::every])  # the same names on all ranks
+        # Names of the weights whose quantization error is measured. Sorting makes them the same on all ranks
+        self._sampled = frozenset(sorted(recipe.fp8_tensors)[::every])
         self._errors: list[torch.Tensor] = []  # `[2]` for each sampled weight: sums of squares of error and weight
 
     def write(self, parameters: Iterable[SentTensor], buffers: Iterable[NamedTensor] = ()) -> None:
         """Write a policy's parameters, in model order, and buffers; `RuntimeError` if FP8 weights are missing.
 
-        `WrittenCodes` are not written again. Their checksums are kept by reference, because they are of one rank's
-        part until `parameters` is exhausted: then the source adds up those of all ranks.
+        `WrittenCodes` are in the engine already, and only their checksums are kept. `sums` refers to these tensors and
+        has no copies, because the source changes them in place: they are checksums of this rank's part, until the
+        source, at its end, adds up the checksums of all ranks.
         """
         expected = [name for name in self._recipe.fp8_tensors if self._recipe.engine_name(name) in self._pieces]
         # 1. Parameters. Unless `one_by_one`, they are queued here and written together below, because hundreds of
-        # launches for small tensors would take longer than the copies
+        # launches for small tensors would take longer than the copies. A group has the FP8 weights that share one
+        # scale, or a single parameter
         for group in by_scale(parameters, self._recipe, expected, copy=self._one_by_one):
             first_name, first = next(iter(group.items()))  # all members of a group are of one kind
-            if isinstance(first, WrittenCodes):  # comes alone
+            if isinstance(first, WrittenCodes):  # the only member of its group
                 self._count(first_name, first.own_rows, first.sums)
             elif isinstance(first, Float8Tensor):
                 for name, codes in group.items():
@@ -78,7 +85,7 @@ class Writer:
                     self.fp8_weights += 1
             elif first_name in self._recipe.fp8_tensors:
                 self._queue_quantized(group)
-            else:  # comes alone
+            else:  # the only member of its group
                 self._queue_copy(self._recipe.engine_name(first_name), first)
             if self._one_by_one:
                 self._flush()
@@ -86,7 +93,8 @@ class Writer:
         for name, buffer in buffers:
             self._queue_copy(self._recipe.engine_name(name), buffer)
         self._flush()
-        # 3. Tensors derived from those just written: one at a time, as together they take the memory of many weights
+        # 3. Tensors that are derived from those just written. One at a time, because all of them together would take
+        # the memory of many weights
         for piece in self._layout.derived:
             self._queue_copy(piece.name, piece.derived())
             self._flush()
@@ -104,40 +112,43 @@ class Writer:
         fp8_weights = [name for name in sorted(recipe.fp8_tensors) if recipe.scale_name(name) in self._held]
         scales = [self._held[recipe.scale_name(name)] for name in fp8_weights]
         names = [*self.finite, *fp8_weights]
-        flags = []
+        flags_of_kinds = []
         if self.finite:
-            flags.append(~torch.stack(list(self.finite.values())))
-        smallest = torch.zeros(0)
+            flags_of_kinds.append(~torch.stack(list(self.finite.values())))
+        smallest = torch.zeros(0)  # the smallest scale of each FP8 weight
         if scales:
             smallest, largest = extremes(scales)
-            flags.append(~largest.isfinite())
-        flags = torch.cat(flags).float()
+            flags_of_kinds.append(~largest.isfinite())
+        flags = torch.cat(flags_of_kinds).float()
         if reduce_max is not None:
             reduce_max(flags)
         # 2. One transfer to the host, which waits for the device
         squares = torch.stack(self._errors).sum(0) if self._errors else flags.new_zeros(2)
         numbers = torch.cat([squares, flags, smallest.to(flags.device)]).tolist()
-        error, weight = numbers[:2]
-        is_bad, least_scales = numbers[2 : 2 + len(names)], numbers[2 + len(names) :]
+        squared_error, squared_weight = numbers[:2]
+        end_of_flags = 2 + len(names)
+        is_bad = numbers[2:end_of_flags]
+        least_scales = numbers[end_of_flags:]
         bad = [name for name, flag in zip(names, is_bad, strict=True) if flag]
         if bad:
             raise ValueError(not_finite(bad, len(names), "The engine refuses to generate until a sync ends."))
-        # 3. Dead blocks, which the engine holds as good as zero. They are counted only in weights whose smallest scale
-        # is that of such a block, which most weights do not have
+        # 3. Dead blocks: blocks that are as good as zero. They are counted only in weights whose smallest scale is the
+        # scale of such a block. Most weights have none
         limit = dead_scale(recipe.format, recipe.scale_format)
         dead = {}
         for name, scale, least in zip(fp8_weights, scales, least_scales, strict=True):
             if least <= limit:
                 dead[name] = (as_blocks(scale).float() <= limit).sum()
         counts = torch.stack(list(dead.values())).tolist() if dead else []
-        relative_error = (error / weight) ** 0.5 if weight else 0.0
+        relative_error = (squared_error / squared_weight) ** 0.5 if squared_weight else 0.0
         return relative_error, dict(zip(dead, counts, strict=True))
 
     def _names(self, name: str) -> tuple[str, str]:
+        """Return the names of an FP8 weight's codes and scales in the engine."""
         return self._recipe.engine_name(name), self._recipe.scale_name(name)
 
     def _queue_quantized(self, weights: dict[str, torch.Tensor]) -> None:
-        """Queue FP8 weights that share a scale, or one that shares none."""
+        """Queue FP8 weights that share a scale, or one weight that shares its scale with no other."""
         # The maximum over whole weights, not over this rank's part, because all ranks have to compute the same scale
         amax = common_amax(list(weights.values()), self._recipe.format)
         for name, weight in weights.items():
@@ -168,23 +179,25 @@ class Writer:
         recipe = self._recipe
         if self._weights:
             options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
-            sums = quantize_into([destination for _, destination in self._weights], *options)
-            for (name, destination), weight_sums in zip(self._weights, sums.unbind(), strict=True):
-                self._count(name, destination, weight_sums)
+            sums_of_weights = quantize_into([destination for _, destination in self._weights], *options)
+            for (name, destination), sums in zip(self._weights, sums_of_weights.unbind(), strict=True):
+                self._count(name, destination, sums)
         if self._copies:
-            names, tensors = zip(*self._copies, strict=True)
-            # One launch for all, which rounds to the engine's dtype as it copies
-            torch._foreach_copy_([self._held[name] for name in names], list(tensors))
-            # Checksums of the sent tensors, which are rounded here by a second computation. Checksums of the written
-            # tensors would match even after a wrong write
-            sums, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
-            self.sums |= zip(names, sums.unbind(), strict=True)
-            self.finite |= zip(names, finite.unbind(), strict=True)
-        self._weights, self._copies = [], []
+            names = [name for name, _ in self._copies]
+            tensors = [tensor for _, tensor in self._copies]
+            # One launch for all tensors, which rounds to the engine's dtype as it copies
+            torch._foreach_copy_([self._held[name] for name in names], tensors)
+            # Checksums of what should have been written: `digests_of_sent` rounds the sent tensors by a computation of
+            # its own. Checksums of the engine's tensors would match them even after a wrong write
+            sums_of_copies, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
+            self.sums.update(zip(names, sums_of_copies.unbind(), strict=True))
+            self.finite.update(zip(names, finite.unbind(), strict=True))
+        self._weights = []
+        self._copies = []
 
     def _count(self, name: str, written: Destination | None, sums: torch.Tensor) -> None:
         """Count an FP8 weight, keep its checksums `[2]`, and measure the error of this rank's part, if it has one."""
-        self.sums |= zip(self._names(name), sums.unbind(), strict=True)
+        self.sums.update(zip(self._names(name), sums.unbind(), strict=True))
         self.fp8_weights += 1
         if written is not None and name in self._sampled:
             self._errors.append(self._error_of(written))
@@ -192,8 +205,10 @@ class Writer:
     def _error_of(self, destination: Destination) -> torch.Tensor:
         """Return the sums of squares of error and weight, fp32 `[2]`, over the first rows (of the first expert)."""
         first_matrix = (0,) * (destination.weight.dim() - 2)  # index of the first expert; () for a plain weight
-        weight, codes, scale = (tensor[first_matrix] for tensor in destination[:3])
+        codes = destination.codes[first_matrix]
+        scale = destination.scale[first_matrix]
         quantized = first_rows(held_weight(codes, scale, self._recipe.format), SAMPLED_ROWS)
-        rows = weight[: quantized.shape[-2]].detach().to(torch.bfloat16).float()
+        weight = destination.weight[first_matrix].detach()
+        rows = weight[: quantized.shape[-2]].to(torch.bfloat16).float()  # rounded to BF16, as they were quantized
         error = rows - dequantize_weight(quantized, torch.float32)
         return torch.stack([error.square().sum(), rows.square().sum()])

@@ -58,7 +58,7 @@ from trl_fp8.upstream.patches import substituted
 from .compared import ComparedFlags
 from .packed_terms import PackedTerms
 from .rollout_worker import RolloutWorker
-from .versioned_samples import SEQUENCES, VERSIONS, VersionedCollator, VersionedQueueDataset
+from .versioned_samples import OLDEST_VERSION, SEQUENCES, VERSIONS, VersionedCollator, VersionedQueueDataset
 
 
 logger = get_logger(__name__)
@@ -139,7 +139,7 @@ class FP8WeightTransfer:
     def destroy(self) -> None: ...
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        iterator.close()  # it yields the weights once, but a sync may repeat a write, and so opens iterators itself
+        iterator.close()  # not used: a sync may have to read all weights again, and so opens iterators itself
         self._trainer.vllm_generation.sync_weights()
 
 
@@ -148,7 +148,7 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
 
     features: tuple
     _delivers = False  # whether the server gets weights by this project's syncs, not by TRL's transfer
-    _first_version = 0  # the first version that this run has sent; 0: none yet
+    _first_version = 0  # the first version that this run has sent; 0: this run has sent no version yet
 
     def get_train_dataloader(self) -> DataLoader:
         if not self.features:
@@ -168,7 +168,7 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         is_term = inputs["token_index"] >= 0  # False at padding, with which all ranks have the same number of entries
         ages_M = self.model_version - inputs[VERSIONS][is_term]
-        self._after_generation(inputs[SEQUENCES][0], ages_M)
+        self._after_generation(inputs[SEQUENCES][0], self.model_version - int(inputs[OLDEST_VERSION][0]))
 
         # The forward of the loss. Features take it for the pass that scores the rollouts
         forward_arguments = self._forward_arguments(inputs, *args, **kwargs)
@@ -204,7 +204,8 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
             corrected["old_log_probs"] = _replace_terms(inputs["old_log_probs"], is_term, proximal_logps_M)
         if LOSS_TOKENS in tensors:
             corrected["global_n_tokens"] = torch.full_like(inputs["global_n_tokens"], float(tensors[LOSS_TOKENS]))
-        return super().compute_loss(lambda **_: outputs, inputs | corrected, *args, **kwargs)  # no second forward
+        # TRL calls a function in place of the model, which returns the outputs of the forward above
+        return super().compute_loss(lambda **_: outputs, inputs | corrected, *args, **kwargs)
 
     def _while_empty(self) -> None:
         """Send the policy to a server that was started again. It generates nothing until it has weights."""
@@ -221,10 +222,13 @@ class _VersionedAsyncGRPO(AsyncGRPOTrainer):
         except ServerGone as error:  # the server is dying: TRL calls again in seconds, and its own limit ends the wait
             logger.warning(str(error))
 
-    def _after_generation(self, sequences_SL: Tensor, ages_M: Tensor) -> None:
-        sequences = [ids[ids >= 0].tolist() for ids in sequences_SL]
-        sequences = [ids for ids in sequences if ids]  # a rank with fewer samples than others has empty rows
-        rollouts = Rollouts(sequences, [[] for _ in sequences], age=int(ages_M.max()))
+    def _after_generation(self, sequences_SL: Tensor, age: int) -> None:
+        sequences = []
+        for row in sequences_SL:
+            ids = row[row >= 0].tolist()
+            if ids:  # a rank with fewer samples than others has empty rows
+                sequences.append(ids)
+        rollouts = Rollouts(sequences, [[] for _ in sequences], age=age)
         for feature in self.features:
             feature.after_generation(rollouts)
         self._add_metrics(rollouts.metrics)

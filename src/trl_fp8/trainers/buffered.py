@@ -1,8 +1,9 @@
 """Base of `FP8GOLDTrainer` and `FP8IWOPDTrainer`. Some slices of their batch have completions of the dataset, the
 others have completions that the policy generates.
 
-These trainers of TRL have no method that only generates and could be overridden. But they call only two methods of the
-engine, `sync_weights` and `generate`. So features' hooks (run/feature.py) are called in `generate`.
+These trainers of TRL have no method that only generates, which this class could override. But they call only two
+methods of the engine, `sync_weights` and `generate`. So this class replaces both, and calls features' hooks
+(run/feature.py) in `generate`.
 """
 
 from dataclasses import dataclass
@@ -56,7 +57,9 @@ class Buffered(Distilling):
         return generation
 
     def _sync_if_generating(self) -> None:
-        """Sync only inside `generate`. TRL also calls this before it, when features do not know the prompts yet."""
+        """Sync if `generate` is running. TRL also calls this before `generate`, when features do not know the prompts
+        yet.
+        """
         if self._is_generating:
             self._engine_sync()
 
@@ -85,17 +88,18 @@ class Buffered(Distilling):
         if not self.features:
             return
         for index, is_generated in enumerate(self.generated_slices):
-            if is_generated:
-                inputs = self._buffered_inputs[index]
-                prompt_columns = inputs["prompts"].shape[1]
-                tensors = {
-                    PROMPT_IDS: inputs["input_ids"][:, :prompt_columns],
-                    COMPLETION_IDS: inputs["input_ids"][:, prompt_columns:],
-                    COMPLETION_MASK: (inputs["labels"][:, prompt_columns:] != IGNORED).long(),
-                }
-                extended = self.extend_batch(dict(tensors))
-                added = {name: value for name, value in extended.items() if name not in tensors}
-                self._buffered_inputs[index] = inputs | added
+            if not is_generated:
+                continue
+            inputs = self._buffered_inputs[index]
+            prompt_columns = inputs["prompts"].shape[1]
+            tensors = {
+                PROMPT_IDS: inputs["input_ids"][:, :prompt_columns],
+                COMPLETION_IDS: inputs["input_ids"][:, prompt_columns:],
+                COMPLETION_MASK: (inputs["labels"][:, prompt_columns:] != IGNORED).long(),
+            }
+            extended = self.extend_batch(dict(tensors))
+            added = {name: value for name, value in extended.items() if name not in tensors}
+            self._buffered_inputs[index] = inputs | added
 
     @property
     def generated_slices(self) -> list[bool]:

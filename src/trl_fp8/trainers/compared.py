@@ -40,10 +40,12 @@ class Compared:
 
         def generate_and_keep_logps(*args, **kwargs) -> tuple:
             output = generate(*args, **kwargs)
-            # TRL has None in place of NaN. The correction counts NaN as missing
-            self._rollout_logps = [
-                [math.nan if token[0] is None else token[0] for token in completion] for completion in output[2]
-            ]
+            logprobs = output[2]  # for each token of each completion a list: the log-prob of the sampled token
+            self._rollout_logps = []
+            for completion in logprobs:
+                logps = [logps_of_token[0] for logps_of_token in completion]
+                # TRL has None in place of NaN. The correction counts NaN as missing
+                self._rollout_logps.append([math.nan if logp is None else logp for logp in logps])
             return output
 
         generation.generate = generate_and_keep_logps
@@ -52,6 +54,6 @@ class Compared:
     def rollout_logps(self, trainer_logps: torch.Tensor) -> torch.Tensor:
         """Return the engine's log-probs of the latest generation, padded with 0 to the trainer's shape `[B, T]`."""
         rollout_logps = torch.zeros_like(trainer_logps)
-        for row, values in zip(rollout_logps, self._rollout_logps, strict=True):
-            row[: len(values)] = torch.tensor(values, dtype=row.dtype, device=row.device)
+        for row, logps in zip(rollout_logps, self._rollout_logps, strict=True):
+            row[: len(logps)] = torch.tensor(logps, dtype=row.dtype, device=row.device)
         return rollout_logps

@@ -64,19 +64,25 @@ class SelfDistillationConfig(DistillingConfig):
     @property
     def rollouts_scored(self) -> bool:
         """Return whether a pass computes the log-probs of rollouts before the first loss on them."""
-        steps = (self.steps_per_generation or self.gradient_accumulation_steps) * self.num_iterations
-        several_updates = self.gradient_accumulation_steps % steps != 0
-        return not self.generate_from_teacher and (several_updates or self.compared)
+        if self.generate_from_teacher:
+            return False
+        losses = (self.steps_per_generation or self.gradient_accumulation_steps) * self.num_iterations
+        has_several_updates = self.gradient_accumulation_steps % losses != 0
+        return has_several_updates or self.compared
 
     @property
     def setting_against_full_pass(self) -> str | None:
+        if self.generate_from_teacher:
+            return "generate_from_teacher=True"
         if not self.rollouts_scored:
-            return "generate_from_teacher=True" if self.generate_from_teacher else "num_iterations=1"
+            return "num_iterations=1"
         return "mask_truncated_completions=True" if getattr(self, "mask_truncated_completions", False) else None
 
 
 class Distilling:
     """Base of a trainer that distills. It stands before `FP8Rollouts` in the list of bases."""
+
+    has_fused_head = False
 
     def score_alone(self, input_ids: torch.Tensor, mask: torch.Tensor, logits_to_keep: int) -> None:
         self.model(input_ids=input_ids, attention_mask=mask, use_cache=False)

@@ -17,10 +17,11 @@ class PackedTerms:
 
     def __init__(self, sample_M: Tensor):
         _, row_M, counts_B = sample_M.unique_consecutive(return_inverse=True, return_counts=True)
-        first_term_B = counts_B.cumsum(0) - counts_B
+        first_term_B = counts_B.cumsum(0) - counts_B  # index of each sample's first term
         self._row_M = row_M
         self._column_M = torch.arange(len(sample_M), device=sample_M.device) - first_term_B[row_M]
-        self._shape = (len(counts_B), int(counts_B.max()) if len(counts_B) else 0)  # B, T
+        most_terms = int(counts_B.max()) if len(counts_B) else 0
+        self._shape = (len(counts_B), most_terms)  # B, T
 
     def table(self, values_M: Tensor) -> Tensor:
         """Return the values as a table `[B, T]`, 0 behind the terms of a sample."""

@@ -26,7 +26,8 @@ class RolloutWorker(AsyncRolloutWorker):
 
 
 def _end_with_trainer() -> None:
-    # `join` of the parent waits for a pipe, which another process that the trainer forked would keep open
+    """End this process once the trainer's process has ended."""
+    # Not by `join` of the parent: it waits for a pipe, which another process that the trainer forked would keep open
     trainer = multiprocessing.parent_process().pid
     while os.getppid() == trainer:
         time.sleep(1)

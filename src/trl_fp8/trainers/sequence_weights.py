@@ -24,10 +24,12 @@ class SequenceConfig(FP8Config):
         correction = self.correction
         if correction is None or correction.monitor_only:
             return
-        settings = []  # those that need a weight for each token
+        settings = []  # settings of the correction that need a weight for each token
         if correction.level == "token":
             settings.append("level='token'")
-        settings += [f"reject={rule.statistic!r}" for rule in correction.reject if rule.statistic == "token_ratio"]
+        for rule in correction.reject:
+            if rule.statistic == "token_ratio":
+                settings.append(f"reject={rule.statistic!r}")
         if correction.denominator == "shrink":
             settings.append("denominator='shrink'")
         if settings:
@@ -46,7 +48,9 @@ class SequenceWeights:
     def _compute_loss(self, model, inputs: dict) -> torch.Tensor:
         # Without a correction TRL may have put its own ratio under this key, which these losses ignore. The key is a
         # literal, because features/correction looks for it in the method's code to know that the loss reads weights
-        weights = inputs.get("importance_sampling_ratio") if self.args.correction is not None else None
+        weights = None
+        if self.args.correction is not None:
+            weights = inputs.get("importance_sampling_ratio")
         if weights is not None:
             if weights.shape[1] > 1:  # [B, T]: one value at all trained tokens of a sequence, 1 at other tokens
                 trained = inputs[COMPLETION_MASK] * inputs.get(TOOL_MASK, 1)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 FOR_ONE_BLOCK = "for one block"
 FOR_GOOD = "for good"
 REGISTERED = "registered"  # passed to a function of the library, which from then on uses our class or function
-ON_INSTANCES = "on instances"  # an attribute or the class of objects, not of the library's module
+ON_INSTANCES = "on instances"  # changes single objects (an attribute or their class); the library's names stay
 
 
 class Patch(NamedTuple):
@@ -38,13 +38,17 @@ _MODELS = "vllm.model_executor.models"
 _KERNELS = "vllm.model_executor.kernels.linear"
 _EXPERIMENTAL = "trl.experimental"
 _ASYNC = f"{_EXPERIMENTAL}.async_grpo.async_grpo_trainer"
-# Modules of TRL that call both `VLLMGeneration(...)` and `create_model_from_path(...)`. The two lists after this one
-# add the modules that call only one of them
+# Modules of TRL that have both names, `VLLMGeneration` and `create_model_from_path`. The next two lists add modules
+# that have only one of them
 _TRAINERS = (
-    *("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "trl.trainer.distillation_trainer"),
-    *(f"{_EXPERIMENTAL}.gold.gold_trainer", f"{_EXPERIMENTAL}.iw_opd.iw_opd_trainer"),
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
+    "trl.trainer.distillation_trainer",
+    f"{_EXPERIMENTAL}.gold.gold_trainer",
+    f"{_EXPERIMENTAL}.iw_opd.iw_opd_trainer",
 )
-_STARTS_ENGINE = (*_TRAINERS, "trl.generation.vllm_generation")  # the last one for SDFT and SDPO
+# The trainers of SDFT and SDPO import `VLLMGeneration` from its own module each time they construct it
+_STARTS_ENGINE = (*_TRAINERS, "trl.generation.vllm_generation")
 _LOADS_MODEL = (*_TRAINERS, f"{_EXPERIMENTAL}.sdft.sdft_trainer", f"{_EXPERIMENTAL}.sdpo.sdpo_trainer", _ASYNC)
 _ENGINE_BY_NAME = "TRL constructs its engine by this name and takes no factory; we need our engine there."
 _MODEL_BY_NAME = "TRL loads a whole model by this name; with fp8_base=True we need one without its frozen weights."
@@ -57,15 +61,19 @@ register(
     | {
         f"{_ASYNC}.AsyncRolloutWorker": (
             "trainers/async_grpo_trainer.py",
-            "TRL's process of rollouts survives a trainer that is killed, and asks the server for ever.",
+            "TRL's rollout process survives a killed trainer and keeps sending requests; we need it to end, too.",
         ),
         f"{_ASYNC}.RolloutQueueDataset": (
             "trainers/async_grpo_trainer.py",
-            "TRL drops the version of a sample once it has compared it; we need it in the loss.",
+            "TRL drops a sample's weight version after a check of its age; we need the version in the loss.",
         ),
         f"{_ASYNC}.DataCollatorForRollout": (
             "trainers/async_grpo_trainer.py",
             "TRL packs a fixed set of keys; we need versions and token ids beside them.",
+        ),
+        "transformers.trainer.skip_first_batches": (
+            "trainers/iw_opd_trainer.py",
+            "accelerate skips batches in a new loader, without TRL's repetition of each batch; we need both.",
         ),
         "accelerate.commands.launch.simple_launcher": (
             "commands/train.py",
@@ -78,7 +86,8 @@ register(
         ),
         "transformers.trainer.rotate_checkpoints": (
             "run/saving.py",
-            "transformers deletes old checkpoints before our marker of the new one is gone; we need it after that.",
+            "transformers deletes old checkpoints while our marker still calls the new one unfinished; we need the "
+            "deletion after the marker's removal.",
         ),
         "transformers.core_model_loading.set_param_for_module": (
             "policy/stored_weights.py",
@@ -90,7 +99,8 @@ register(
         ),
         f"{_MODELS}.transformers.base.AutoModel": (
             "engine/vllm/environment.py",
-            "vLLM gives transformers' class another base; we need the policy's class unchanged.",
+            "vLLM changes the base class of transformers' model class, which is also the policy's; we need it "
+            "unchanged.",
         ),
         "torch.ops._C.init_cpu_memory_env": (
             "engine/vllm/platform.py",
@@ -107,7 +117,7 @@ register(
         ),
         f"{_KERNELS}._POSSIBLE_FP8_KERNELS": (
             "engine/vllm/cpu/reference_linear.py",
-            "vLLM registers kernels behind its own; we need the reference kernel first on CPU.",
+            "vLLM adds a registered kernel after its own; we need the reference kernel first on CPU.",
         ),
         "vllm._custom_ops.scaled_fp8_quant": (
             "engine/vllm/cpu/reference_linear.py",
@@ -119,7 +129,8 @@ register(
         ),
         f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
             "engine/vllm/cpu/delta_net.py",
-            "vLLM packs weights, and its prefill rounds otherwise than its decode steps; we need neither.",
+            "vLLM packs weights, and its prefill and its decode steps round differently; we need weights that a sync "
+            "can write, and the same bits from both.",
         ),
         f"{_LAYERS}.fused_moe.oracle.unquantized.backend_to_kernel_cls": (
             "engine/vllm/cpu/reference_experts.py",
@@ -135,7 +146,7 @@ register(
         ),
         f"{_LAYERS}.fused_moe.router.router_factory.CPURouter": (
             "engine/vllm/cpu/ops.py",
-            "vLLM has a sigmoid for groups of experts alone; we need it for models without groups, too.",
+            "vLLM's router has a sigmoid only for experts in groups; we need it also for experts without groups.",
         ),
         f"{_MODELS}.commandr.layer_norm_func": (
             "engine/vllm/cpu/ops.py",
@@ -147,7 +158,7 @@ register(
         ),
         "vllm.distributed.parallel_state._EP": (
             "upstream/vllm.py",
-            "vLLM makes this group with the first engine alone; we need it for a later engine with experts.",
+            "vLLM creates this group only if a process's first engine has experts; we need it if a later one has.",
         ),
     },
 )
@@ -180,7 +191,7 @@ register(
         ),
         "transformers.AttentionMaskInterface": (
             "policy/hook.py",
-            "transformers makes masks by the name of an implementation; we need one for eager attention with a hook.",
+            "transformers finds the mask's function by the attention's name; we need one for eager with our hook.",
         ),
     },
 )
@@ -205,7 +216,8 @@ register(
         ),
         "torch.nn.Module": (
             "policy/swapped.py",
-            "PyTorch can only change what a module computes by its class; we need its names and state to stay.",
+            "The class of a module decides what it computes; we need another computation with the same parameters, "
+            "names and hooks, so the module gets another class.",
         ),
         "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
             "engine/vllm/generation.py",
@@ -217,7 +229,7 @@ register(
         ),
         "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (
             "policy/hook.py",
-            "DeepSeek-V2's attention and its like cache what `expand_kv` gets; we need to see it.",
+            "MLA attention (DeepSeek-V2 and others) caches the input of its `expand_kv`; we need to see that input.",
         ),
     },
 )

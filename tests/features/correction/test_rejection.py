@@ -125,6 +125,14 @@ def test_the_denominator_is_a_choice(denominator, expected):
     assert corrected.loss_weights[0, 4] == 1  # padding
 
 
+@pytest.mark.parametrize("name, expected", [("verl_bypass_geometric", 3 / 6), ("verl_sequence_is_rs", 3 / 3)])
+def test_verls_presets_divide_by_the_tokens_that_verl_counts(name, expected):
+    """Two sequences of three tokens of loss 1, one rejected. In bypass mode verl counts tokens before it rejects."""
+    corrected = correct(log_ratio(*pairs_to_logps([[1.0] * 3, [9.0] * 3])), PRESETS[name].correction)
+    loss = torch.ones(2, 3, dtype=torch.float64)
+    assert policy_losses(loss, corrected.loss_weights, corrected.loss_mask)["dapo and cispo"].item() == expected
+
+
 def test_rejected_tokens_count_with_a_weight_of_zero_or_not_at_all():
     """VESPO sums log(weight) over all T, and the policy's ratios over the tokens of the loss."""
     batch = pairs_to_logps([[1.5, 0.1, 0.8]])

@@ -68,8 +68,10 @@ class Calibrating:
         scales, self.state = next_scales(self.state, self.how, model)
         return scales
 
-    def after_rollouts(self, sequences, scales: KVScales, step: int | None) -> None:
-        self.state = self.state.after_rollouts(self.how, sequences, scales, step)
+    def after_rollouts(
+        self, sequences, scales: KVScales, step: int | None, margin_factor: float | None = None
+    ) -> None:
+        self.state = self.state.after_rollouts(self.how, sequences, scales, step, margin_factor)
 
     def watching(self):
         return self.state.watching(self.hook)
@@ -465,11 +467,34 @@ def test_generations_between_two_syncs_double_the_margin_once(caplog):
     assert "cache (and a smaller share of another layer); the next" in caplog.text
 
 
+def test_rollouts_of_earlier_syncs_double_the_margin_of_their_own_scales(caplog):
+    model = build()
+    made, tight = Calibrating(model), KVScales(torch.full((2, 3), 2.0**-9))
+    for step in range(4):  # of an asynchronous trainer, under scales that were sent before the margin was doubled
+        made.next_scales(model)
+        made.after_rollouts(ROLLOUTS, tight, step, margin_factor=1.0)
+        watch(made, model)
+        assert made.saturation().max() > SATURATION_LIMIT
+        assert made.state.margin_factor == 2.0
+    assert len(caplog.records) == 1
+
+
 def test_a_saturated_q_or_a_share_below_the_limit_changes_nothing(caplog):
     model = build()
     made = Calibrating(model)
     scales = roomy(model).values.clone()
     scales[:, 0] = 2.0**-9  # q is not cached
+    arrive(made, ROLLOUTS, KVScales(scales))
+    watch(made, model)
+    assert made.saturation().max() == 0.0
+    assert made.state.margin_factor == 1.0 and not caplog.records
+
+
+def test_a_layer_whose_cache_is_bf16_clips_nothing(caplog):
+    model = build()
+    made = Calibrating(model, hook=AttentionHook(model, skip_layers={1}))
+    scales = roomy(model).values.clone()
+    scales[1] = 2.0**-9
     arrive(made, ROLLOUTS, KVScales(scales))
     watch(made, model)
     assert made.saturation().max() == 0.0
@@ -850,21 +875,25 @@ def test_a_rank_that_is_new_after_a_resume_calibrates_as_the_others(tmp_path):
     assert added.saved(tmp_path) == saved
 
 
-@pytest.mark.parametrize("age, smallest", [(0, 8.0), (1, 2.0), (2, 1.0), (100, 1.0), (101, 0.5)])
-def test_rollouts_are_judged_by_the_smallest_scales_that_they_may_have_seen(age, smallest):
+@pytest.mark.parametrize(
+    "age, smallest, factor", [(0, 8.0, 8.0), (1, 2.0, 4.0), (2, 1.0, 2.0), (100, 1.0, 1.0), (101, 0.5, 1.0)]
+)
+def test_rollouts_are_judged_by_the_smallest_scales_that_they_may_have_seen(age, smallest, factor):
     cache, judged = object.__new__(KVCache), []
-    cache._sent, cache.calibration = [], None
+    cache._sent, cache._factors, cache.calibration = [], [], None
     generation = SimpleNamespace()
     cache.trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), state=SimpleNamespace(global_step=3), vllm_generation=generation
     )
-    for scale in (0.5, *[4.0] * 98, 1.0, 2.0, 8.0):
+    for scale, own_factor in ((0.5, 1.0), *[(4.0, 1.0)] * 98, (1.0, 2.0), (2.0, 4.0), (8.0, 8.0)):
+        cache.kv_state = SimpleNamespace(factor_in_use=own_factor)
         generation.last_sync = SimpleNamespace(carried={KV_SCALES: KVScales(torch.full((2, 3), scale))})
         cache.after_sync()
     cache._logged = {True: cache.latest_scales}
-    cache.kv_state = SimpleNamespace(after_rollouts=lambda _, sequences, scales, step: judged.append(scales))
+    cache.kv_state = SimpleNamespace(after_rollouts=lambda _, sequences, *rest: judged.append(rest))
     cache.after_generation(Rollouts([[1]], [[2]], age=age))
-    assert judged[0].values.unique().tolist() == [smallest]
+    [(scales, step, found_factor)] = judged
+    assert (scales.values.unique().tolist(), step, found_factor) == ([smallest], 3, factor)
     assert len({id(scales) for scales in cache._sent}) == 5
     with pytest.raises(RuntimeError, match="rollouts are 102 syncs old, but this process has made only 102"):
         cache.after_generation(Rollouts([[1]], [[2]], age=102))

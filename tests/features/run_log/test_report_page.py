@@ -146,6 +146,9 @@ def test_results_are_the_ends_of_the_run_each_with_its_steps(tmp_path):
     assert "Qwen/Qwen3-8B, 40 steps, not finished when this was written" in summary(read_run(tmp_path))
     append(tmp_path, "log", {"step": 40, "train_runtime": 400.0})
     assert "40 steps, finished. vLLM sampled the completions with FP8 weights" in summary(read_run(tmp_path))
+    begin(tmp_path, 40, FACTS | {"flags": {"max_steps": 60}})  # goes on with more steps
+    append(tmp_path, "log", {"step": 41, "reward": 1.0})
+    assert "41 of 60 steps, not finished when this was written" in summary(read_run(tmp_path))
 
 
 def test_unmeasured_values_are_no_results(tmp_path):

@@ -61,7 +61,8 @@ class ColocatedEngine:
     """A `sync.delivery.Engine` whose tensors a sync writes in place.
 
     Args:
-        wake: `Generation.wake_weights`.
+        wake: Wakes the engine's weights and returns whether sleep mode discarded their values; see
+            `Generation.wake_weights`.
 
     Raises:
         ValueError: The engine's tensor names differ from the policy's, or a sync cannot reach one of its tensors.
@@ -69,23 +70,30 @@ class ColocatedEngine:
     """
 
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], bool]):
-        self.llm, self.wake, self._recipe = llm, wake, recipe
+        self.llm = llm
+        self.wake = wake
+        self._recipe = recipe
         self.model = upstream.engine_model(llm)
         keep_untiled_scales(self.model)
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         policy_layout = engine_layout(self.model, recipe.linears, buffers)
         require_same_tensors(policy, recipe, policy_layout)
-        # `Added`: layers that features add to vLLM's model, such as adapters
-        added = [piece for module in self.model.modules() if isinstance(module, Added) for piece in module.pieces()]
-        self.layout = Layout([*policy_layout.pieces.values(), *added])
+        pieces = list(policy_layout.pieces.values())
+        for module in self.model.modules():
+            if isinstance(module, Added):  # a layer that a feature adds to vLLM's model, such as an adapter
+                pieces += module.pieces()
+        self.layout = Layout(pieces)
         self.numerics = EngineNumerics(
             fp8_kernels(self.model), activation_scaling(self.model), query_rounded=quantizes_query(self.model)
         )
         self._kv_layers = kv_layers_of(caches_of(policy.config.get_text_config()))
 
     def kv_scales(self) -> KVScaleCopies:
-        """Return the engine's copies of the FP8 KV cache's scales. Raises `RuntimeError` if a sync cannot set all."""
+        """Return the engine's copies of the FP8 KV cache's scales.
+
+        Raises `RuntimeError` if the engine has copies that a sync cannot set.
+        """
         return KVScaleCopies(fp8_attention_layers(self.model, self._kv_layers, self._recipe.kv_cache_skip_layers))
 
     def constants(self, device: torch.device) -> TensorGroup:

@@ -1,6 +1,4 @@
-"""`DeliveredGeneration`: TRL's `VLLMGeneration`, except that weights reach the engine by audited deliveries
-(sync/delivery.py).
-"""
+"""`DeliveredGeneration`: TRL's `VLLMGeneration`, but with audited deliveries of weights (sync/delivery.py)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -83,14 +81,14 @@ class DeliveredGeneration(VLLMGeneration):
         self.delivery.deliver(self.weights.tensors_to_send, prepare=False)
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[NamedTensor]]:
-        """Open an iterator over the policy's `(checkpoint name, full tensor)` pairs, in a `with` block. Collective.
+        """Return an iterator over the policy's `(checkpoint name, full tensor)` pairs, in a `with` block. Collective.
 
         Tensors that exist only in the engine (a shared FP8 base) are yielded on the main process only.
         """
         return self.weights.policy_tensors()
 
     def _iter_named_params(self) -> Iterator[NamedTensor]:
-        """Yield what TRL yields, but merge and unmerge adapters weight by weight instead of in the whole model."""
+        """Yield the same tensors as TRL, but merge and unmerge adapters weight by weight, not in the whole model."""
         reshard(self.model, self._dist)
         gather_errors = gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext()
         if not is_peft_model(self.model):

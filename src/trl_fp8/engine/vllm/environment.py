@@ -2,8 +2,8 @@
 
 Once an engine has started, vLLM caches the settings that it read from the environment (`vllm.envs`). So the
 environment can be restored, and the engine keeps its settings. `upstream.vllm.forget_choices` clears that cache before
-another engine starts. The cache then has the new engine's settings, which earlier engines would read, too. So only the
-last engine of a process may be used.
+another engine starts. Afterwards the cache has the new engine's settings, and an earlier engine would read these. So
+only the last engine of a process may be used.
 """
 
 import os
@@ -20,8 +20,8 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 
 
-# Environment variables that vLLM sets. Its compiler sets the two folders to a cache folder for the engine's model: a
-# trainer that compiles would write there, too. vLLM sets the third variable for some models, and then compiles no
+# Environment variables that vLLM sets. vLLM's compiler sets the first two to a cache folder for the engine's model. A
+# trainer that compiles would write to that folder, too. vLLM sets the third for some models, and then compiles no
 # later engine of this process
 SET_BY_VLLM = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
@@ -47,7 +47,7 @@ def configs_restored() -> Iterator[None]:
     """Restore transformers' table of config classes after the block.
 
     For model types like Qwen3-Next vLLM registers its own config classes in that table, for the whole process.
-    They lack fields that transformers' models read.
+    vLLM's classes lack fields that transformers' models read.
     """
     before = dict(CONFIG_MAPPING._extra_content)
     try:
@@ -60,10 +60,11 @@ def configs_restored() -> Iterator[None]:
 def policy_class_unchanged(recipe: FP8Recipe) -> AbstractContextManager[None]:
     """Keep engines that start inside the block from changing the policy's class.
 
-    If vLLM has no class for a model, its transformers backend builds transformers' class. To compile it, the backend
-    gives that class another base class and constructor. A policy that exists already then lacks attributes of the new
-    base class ("'Olmo2Model' object has no attribute 'do_not_compile'"). So inside the block the backend builds a
-    subclass of transformers' class, with the same source and modules.
+    If vLLM has no class of its own for a model, its transformers backend makes an object of transformers' class. To
+    compile the object, the backend changes the class itself: the class gets another base class and constructor. A
+    policy of this class, which exists already, then lacks attributes of the new base class ("'Olmo2Model' object has
+    no attribute 'do_not_compile'"). So inside the block the backend makes its object of a subclass, with the same
+    source and modules, and changes only the subclass.
     """
     if not family_of(recipe.model_type).by_transformers:
         return nullcontext()
@@ -73,7 +74,7 @@ def policy_class_unchanged(recipe: FP8Recipe) -> AbstractContextManager[None]:
 
 
 class _AutoModelStandIn:
-    """Stand-in for `transformers.AutoModel` that builds subclasses. The backend calls only `from_config`."""
+    """Stand-in for `transformers.AutoModel` that makes objects of subclasses. The backend calls only `from_config`."""
 
     @staticmethod
     def from_config(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -83,5 +84,7 @@ class _AutoModelStandIn:
 
 @cache
 def _subclass(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return the one subclass of `cls`, with the same name and module, so that vLLM finds the same source."""
+    """Return a subclass of `cls`, always the same one. It has the name and module of `cls`, by which vLLM looks up the
+    source of the class.
+    """
     return type(cls.__name__, (cls,), {"__module__": cls.__module__})

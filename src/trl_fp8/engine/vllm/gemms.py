@@ -1,13 +1,15 @@
 """The choice of vLLM's kernel for FP8 linears: the fastest kernel that passes a check on this device.
 
-    check    A weight is quantized as for a sync and written to a layer like those of a started engine. The kernel's
-             product is compared with the product of the same codes in FP64. If a trainer calls the kernel, too, rows
-             of a batch are also compared, bit for bit, with the same rows of a larger batch
-    timing   The kernel is timed on the model's own shapes, as vLLM fuses and shards them: with 8 and 64 rows, as in
-             decoding at the end of a rollout, and with max_num_seqs rows, as at its start
+`pinned_gemm` makes a `Gemm` of each candidate, and `fastest` chooses one of them by two methods:
 
-All ranks of a job take the same kernel. A kernel that fails on any rank is dropped, and the slowest rank's time
-counts.
+    check      A weight is quantized as for a sync and written to a layer like those of a started engine. The kernel's
+               product is compared with the product of the same codes in FP64. If a trainer calls the kernel, too, rows
+               of a batch are also compared, bit for bit, with the same rows of a larger batch
+    seconds    The kernel is timed on the model's own shapes, as vLLM fuses and shards them: with 8 and 64 rows, as in
+               decoding at the end of a rollout, and with max_num_seqs rows, as at the start of a rollout
+
+All ranks of a job take the same kernel. A kernel that fails on any rank is dropped. Of the times that the ranks
+measure for a kernel, the longest counts.
 """
 
 import os
@@ -53,12 +55,13 @@ from .numerics import (
     tiled_scale,
     why_linear_unverifiable,
 )
+from .platform import chosen_backend
 
 
 logger = get_logger(__name__)
 
 Shape = tuple[int, int]  # shape of a weight, [N, K]
-DECODED = 8, 64  # batch sizes (rows) of the timed calls, beside max_num_seqs
+DECODED = 8, 64  # batch sizes (rows) of the timed calls; max_num_seqs is a further batch size
 REPETITIONS = 5  # timed repetitions of a call; their median counts
 CHECKED = (256, 512)  # shape of the weight in the check
 CHECKED_ROWS = (3, 130)  # batch sizes in the check
@@ -73,7 +76,7 @@ WITHOUT_FLASHINFER = (
 )
 TOOLKIT = "/usr/local/cuda"  # the last folder in which DeepGEMM looks for nvcc
 # pip's nvcc can be newer than the CUDA headers that torch pins beside it. CCCL refuses such a pair unless this flag is
-# set, but DeepGEMM's kernels compile with it
+# set. DeepGEMM's kernels do compile with such a pair
 ANY_PAIR = "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
 Agree = Callable[[list[float]], list[float]]  # returns the element-wise maximum over all ranks; a collective
 
@@ -94,12 +97,10 @@ class Gemm:
         """Raise if the kernel cannot be used.
 
         Raises:
-            ValueError: The kernel is not meant for this device, for audits, or for a trainer that calls it, too.
+            ValueError: The kernel does not suit this device, audits, or a trainer that also calls the kernel.
             Exception: The kernel fails, or its results are wrong. vLLM's kernels raise errors of any class.
         """
-        generator = torch.Generator().manual_seed(0)
-        weight = self._uneven(*CHECKED, generator)
-        x = self._uneven(CHECKED_ROWS[-1], CHECKED[1], generator)
+        # 1. Start the kernel, as vLLM does after it has loaded a layer
         kernel, layer = self.kernel_and_layer(CHECKED)
         if self.batch_invariant and isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
             raise ValueError(
@@ -111,20 +112,31 @@ class Gemm:
         reason = why_linear_unverifiable(kernel, layer)
         if reason:
             raise ValueError(reason)
+
+        # 2. Write a weight to the layer, as a sync does
+        generator = torch.Generator().manual_seed(0)
+        weight = self._uneven(*CHECKED, generator)
         [codes] = quantize_fused([weight], self.spec, self.scale_format)
         layer.write(codes)
         w = dequantize_weight(codes, torch.float32).double()
-        # Replace x by products of codes and scales. For these a kernel computes the same codes as `quantize_as_engine`
-        # whether it divides by the scale or multiplies by its reciprocal
-        x = dequantize_weight(quantize_as_engine(x, self.spec, kernel_scaling(kernel, 1)), torch.bfloat16)
+
+        # 3. Make inputs that are a code times a scale. A kernel may divide by the scale or multiply by its reciprocal:
+        #    both give the same codes. rows=1: if the kernel has other scales for small batches, these are FP32
+        numbers = self._uneven(CHECKED_ROWS[-1], CHECKED[1], generator)
+        input_codes = quantize_as_engine(numbers, self.spec, kernel_scaling(kernel, rows=1))
+        x = dequantize_weight(input_codes, torch.bfloat16)
+
+        # 4. Compare the kernel's products with products in FP64
         for rows in CHECKED_ROWS:
             found = kernel.apply_weights(layer, x[:rows]).double()
             quantized = quantize_as_engine(x[:rows], self.spec, kernel_scaling(kernel, rows))
             a = dequantize_weight(quantized, torch.float32).double()
-            expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
+            expected = a @ w.T
+            magnitudes = a.abs() @ w.abs().T
             # Rounding to BF16 is off by 2^-8 at most. Tensor cores truncate 32 products and their accumulator to 14
-            # bits, 4 times per 128 elements; the rest is added in FP32. `~` of "is close", so that NaN counts as wrong
-            wrong = ~((found - expected).abs() <= 2.0**-8 * expected.abs() + 4 * 2.0**-13 * magnitudes)
+            # bits. They do so 4 times per 128 elements, each time off by 2^-13 at most. The rest is added in FP32
+            tolerance = 2.0**-8 * expected.abs() + 4 * 2.0**-13 * magnitudes
+            wrong = ~((found - expected).abs() <= tolerance)  # not `>`, so that NaN counts as wrong
             if wrong.any():
                 row, column = wrong.nonzero()[0].tolist()
                 raise RuntimeError(
@@ -135,6 +147,7 @@ class Gemm:
             self._require_batch_invariant(kernel, layer)
 
     def _require_batch_invariant(self, kernel: Any, layer: "_Layer") -> None:
+        """Raise `RuntimeError` if the rows of a small batch have other bits than the same rows of a larger batch."""
         x = self._uneven(300, CHECKED[1], torch.Generator().manual_seed(1))
         whole = kernel.apply_weights(layer, x)
         for rows in INVARIANT_ROWS:
@@ -148,7 +161,8 @@ class Gemm:
     def _uneven(self, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
         """Return BF16 numbers whose magnitudes differ between blocks, so that swapped scales give a wrong product."""
         height, width = self.spec.weight_block or (BLOCK, BLOCK)
-        factors = torch.exp2(torch.randint(4, (-(-rows // height), columns // width), generator=generator).float())
+        blocks = -(-rows // height), columns // width  # -(-a // b) rounds up
+        factors = torch.exp2(torch.randint(4, blocks, generator=generator).float())  # 1, 2, 4 or 8 for a block
         spread = factors.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)
         return (torch.randn(rows, columns, generator=generator) * spread).bfloat16().to(self.device)
 
@@ -166,7 +180,8 @@ class Gemm:
             find_nvcc()
         if self.name == "flashinfer_cutlass" and find_spec("flashinfer") and not has_flashinfer():
             raise ValueError(WITHOUT_FLASHINFER)
-        # The part of an engine's configuration that kernels read. custom_ops: quantize with vLLM's own operator
+        # Stand-in for an engine's configuration, with the entries that kernels read. With custom_ops=["all"] a kernel
+        # quantizes activations with vLLM's own operator
         config = SimpleNamespace(
             compilation_config=CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"]),
             kernel_config=SimpleNamespace(linear_backend=self.name, linear_backend_per_quant=None),
@@ -184,10 +199,12 @@ def _started(spec: FormatSpec, shape: Shape) -> Any:
     if spec.weight_block:
         weights = create_fp8_quant_key(static=True, group_shape=GroupShape(*spec.weight_block))
         activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, spec.activation_group))
-    else:
-        weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
-    dtypes = {"input_dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
-    return init_fp8_linear_kernel(activations, weights, weight_shape=shape, **dtypes)
+    else:  # one scale per weight, and one per token
+        weights = kFp8StaticTensorSym
+        activations = kFp8DynamicTokenSym
+    return init_fp8_linear_kernel(
+        activations, weights, weight_shape=shape, input_dtype=torch.bfloat16, out_dtype=torch.bfloat16
+    )
 
 
 class _Layer(nn.Module):
@@ -205,7 +222,7 @@ class _Layer(nn.Module):
         self.register_parameter(spec.scale_attribute, nn.Parameter(scale, requires_grad=False))
 
     def write(self, codes: Float8Tensor) -> None:
-        """Write codes and scales as a sync does."""
+        """Write codes and scales as a sync does. For a kernel that reads tiles, rearrange the scales into tiles."""
         self.weight.copy_(codes.qdata.t() if self.spec.weight_transposed else codes.qdata)
         sent = stored_scale(codes, self.spec)
         scale = getattr(self, self.spec.scale_attribute)
@@ -233,7 +250,8 @@ def replayed_seconds(call: Callable[[], object]) -> float:
     flush = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
     times = []
     for _ in range(REPETITIONS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         flush.zero_()
         start.record()
         graph.replay()
@@ -255,18 +273,22 @@ def pinned_gemm(
 ) -> dict[str, str]:
     """Return `{"linear_backend": name}` for `LLM(...)`. The name is the fastest of `backends`, or the user's choice.
 
-    Returns `{}` if no linear is FP8, or if the user's choice is not in `backends`. vLLM then starts with that choice,
-    and `numerics.require_auditable` checks the layers of the started engine. Raises `RuntimeError` if no kernel passes
-    its check. Collective.
+    `user`: the engine arguments that the user set. Returns `{}` if no linear is FP8, or if the user's choice is not in
+    `backends`. vLLM then starts with that choice, and `numerics.require_auditable` checks the layers of the started
+    engine. Raises `RuntimeError` if no kernel passes its check. Collective.
     """
-    user_backend = (user or {}).get("linear_backend")
+    user = user or {}
+    user_backend = chosen_backend(user, "linear_backend")
     names = [name for name in backends if user_backend in (None, name)]
     if not (recipe.fp8_modules and names):
         return {}
     config = policy.config.get_text_config()
-    candidates = [Gemm(name, recipe.format, recipe.scale_format, device, config, batch_invariant) for name in names]
-    most = (user or {}).get("max_num_seqs", max_num_seqs)
-    row_counts = [*(rows for rows in DECODED if rows < most), most]
+    candidates = [
+        Gemm(name, recipe.format, recipe.scale_format, device=device, config=config, batch_invariant=batch_invariant)
+        for name in names
+    ]
+    most_rows = user.get("max_num_seqs") or max_num_seqs
+    row_counts = [rows for rows in DECODED if rows < most_rows] + [most_rows]
     chosen = fastest(candidates, recipe.gemms(outline_of(policy)), row_counts, agree)
     if device.type == "cuda":  # free memory, because vLLM measures how much is free when it starts
         torch.cuda.empty_cache()
@@ -282,14 +304,20 @@ def fastest(
     """Return the candidate that is fastest over all layers, among those that pass their check. Collective.
 
     `candidates` are the same on all ranks. `gemms` maps the shape of a weight to the number of layers that have it.
-    All `row_counts` have the same weight, because each time is divided by the time of the fastest candidate for as
-    many rows. Raises `RuntimeError` with the reasons of all candidates if none passes.
+    For each of `row_counts`, the times are divided by the time of the fastest candidate. The candidate with the
+    smallest sum of these ratios is chosen, so all `row_counts` have the same weight. Raises `RuntimeError` with the
+    reasons of all candidates if none passes.
     """
-    reasons = {each.name: _tried(each, each.check)[1] for each in candidates}
+    # 1. Drop the candidates that fail their check
+    reasons: dict[str, str | None] = {}  # name of a candidate -> why it cannot be used; None if it can
+    for each in candidates:
+        _, reasons[each.name] = _tried(each, each.check)
     passed = _agreed(candidates, reasons, agree)
     if len(passed) == 1:
         return passed[0]
-    times = {}
+
+    # 2. Time the others. Drop those that fail
+    times = {}  # (name, rows, shape) -> seconds
     for rows in row_counts:
         for shape in gemms:
             for each in passed:
@@ -298,20 +326,22 @@ def fastest(
                     times[each.name, rows, shape] = seconds
                     reasons[each.name] = reason
     passed = _agreed(passed, reasons, agree)
-    totals = []  # seconds of all layers, by number of rows and candidate
+
+    # 3. Compare the seconds of all layers together, on the slowest rank
+    totals = []  # for each number of rows, one number for each candidate
     for rows in row_counts:
         for each in passed:
             totals.append(sum(layers * times[each.name, rows, shape] for shape, layers in gemms.items()))
-    slowest = torch.tensor(agree(totals), dtype=torch.float64).view(len(row_counts), len(passed))  # of all ranks
-    relative = slowest / slowest.amin(1, keepdim=True)  # to the fastest, for each number of rows
-    chosen = passed[int(relative.sum(0).argmin())]
+    slowest = torch.tensor(agree(totals), dtype=torch.float64).view(len(row_counts), len(passed))
+    ratios = (slowest / slowest.amin(1, keepdim=True)).sum(0)
+    chosen = passed[int(ratios.argmin())]
     logger.info(f"FP8 linears run on {chosen.name!r}, microseconds of a call:\n{_table(passed, gemms, times)}")
     return chosen
 
 
 def _agreed(candidates: Sequence[Gemm], reasons: Mapping[str, str | None], agree: Agree) -> list[Gemm]:
     """Return the kernels that no rank rejected. Raise `RuntimeError` if there is none. Collective."""
-    failed = agree([float(reasons[each.name] is not None) for each in candidates])
+    failed = agree([float(reasons[each.name] is not None) for each in candidates])  # 1.0: failed on some rank
     if all(failed):
         lines = [f"{each.name}: {reasons[each.name] or 'failed on another rank'}" for each in candidates]
         all_reasons = listed(lines, 8, "\n  ")
@@ -323,7 +353,7 @@ def _agreed(candidates: Sequence[Gemm], reasons: Mapping[str, str | None], agree
 
 
 def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | None, str | None]:
-    """Return the result of `use` and None, or None and the reason why it failed."""
+    """Call `use`. Return its result and None, or None and the reason why it failed."""
     try:
         return use(), None
     except ValueError as reason:
@@ -343,17 +373,20 @@ def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mappin
         for rows in sorted({rows for _, rows, _ in times}):
             microseconds = [f"{1e6 * times[each.name, rows, shape]:.1f}" for each in candidates]
             lines.append([layers, *shape, rows, *microseconds])
-    return "\n".join("".join(f"{cell:>12}" for cell in line) for line in lines)
+    texts = ["".join(f"{cell:>12}" for cell in line) for line in lines]
+    return "\n".join(texts)
 
 
 def find_nvcc() -> bool:
     """Return whether DeepGEMM finds nvcc, the CUDA compiler.
 
-    If pip's nvcc is the only one, set CUDA_HOME and NVCC_APPEND_FLAGS for it in this process' environment. Call this
-    before DeepGEMM is imported, because DeepGEMM looks for nvcc only then. nvcc reads the flags at each compilation.
+    If there is only the nvcc of pip's package, set CUDA_HOME and NVCC_APPEND_FLAGS for it in the environment of this
+    process. Call this function before DeepGEMM is imported, because DeepGEMM looks for nvcc only then. nvcc reads the
+    flags at each compilation.
     """
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
-    if any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home))):
+    folders = [None, *(f"{home}/bin" for home in homes if home)]  # None: the folders on PATH
+    if any(shutil.which("nvcc", path=folder) for folder in folders):
         return True
     for folder in sys.path:
         pip_home = f"{folder}/nvidia/cu13"

@@ -1,8 +1,10 @@
 """`FP8VLLMGeneration`: TRL's `VLLMGeneration`, wired to a colocated FP8 engine and its `InPlaceDelivery`.
 
-start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   arguments of Platform and of parts
-sync:     InPlaceDelivery.deliver(PolicyWeights.tensors_to_send)
-generate: InPlaceDelivery.require_whole, then TRL's `generate`, in which InPlaceDelivery.verify runs before sampling
+start       `_init_vllm` lets TRL create a `RolloutLLM` with dummy weights and with the arguments of `Platform` and of
+            parts (`quantization_config`, `kv_cache_dtype`, ...). Then it builds `engine`, `weights` and `delivery`
+sync        `sync_weights` (delivered.py) calls `InPlaceDelivery.deliver(PolicyWeights.tensors_to_send)`
+generate    calls `InPlaceDelivery.require_whole`, then TRL's `generate`, in which `InPlaceDelivery.verify` runs before
+            vLLM samples
 """
 
 from collections.abc import Iterator
@@ -41,7 +43,7 @@ class FP8VLLMGeneration(DeliveredGeneration):
     """Colocated vLLM engine whose weights and KV cache follow a recipe.
 
     Args:
-        recipe: Which tensors are FP8. If none is, the engine is BF16, and syncs work in the same way.
+        recipe: Which tensors are FP8. Without FP8 tensors the engine is BF16, and syncs work in the same way.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         parts: Hooks of features into the engine, see `EnginePart`.
         after_sync: Called after each sync for a generation, before anything is sampled.
@@ -62,6 +64,8 @@ class FP8VLLMGeneration(DeliveredGeneration):
         require_same_positions(outline_of(self.model), self.max_model_length)
         if self.enable_sleep_mode:
             require_sleep_supported(self.model.config)
+
+        # 1. Start the engine
         self.platform: Platform = platform_of(self.accelerator.device)
         self._start_engine()
         leave_image_tokens(self.llm)
@@ -69,14 +73,18 @@ class FP8VLLMGeneration(DeliveredGeneration):
             part.started(self)
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, self.wake_weights)
         self.numerics = self.engine.numerics
+
+        # 2. Prepare the delivery of weights
         if self.accelerator.num_processes > 1:
-            reduce_in_engine = partial(all_reduce_max, group=self.tp_group) if self.tensor_parallel_size > 1 else None
+            reduce_in_engine = None
+            if self.tensor_parallel_size > 1:
+                reduce_in_engine = partial(all_reduce_max, group=self.tp_group)
             rank = self.accelerator.process_index
             self.replicas = Replicas(rank, self.tensor_parallel_size, all_reduce_max, reduce_in_engine)
         self.weights = self._one_of("weights") or PolicyWeights(self)
         if self.platform.name == "cpu" and not self.enable_sleep_mode:
-            # vLLM's first forward may replace a table of rotary angles by one in the engine's dtype, so run it before
-            # `constants` lists such tables. On a GPU vLLM has run a forward by now, to measure its memory
+            # vLLM's first forward may replace a table of rotary angles by a table in the engine's dtype. Run a forward
+            # before `constants` lists such tables. On a GPU vLLM has run a forward by now, to measure its memory
             with torch.random.fork_rng(devices=[]):
                 self.llm.prefill([0])
         constants = self.engine.constants(self.accelerator.device)
@@ -89,16 +97,21 @@ class FP8VLLMGeneration(DeliveredGeneration):
             replicas=self.replicas,
             carried=self._one_of("carried"),
         )
-        if not self.enable_sleep_mode:  # in sleep mode the first sync sends them, once it has woken the engine
+        if not self.enable_sleep_mode:  # in sleep mode the first sync wakes the engine, and sends the constants then
             self.delivery.send(constants)
+
+        # 3. Let features prepare what they need of the engine
         for part in self.parts:
             part.ready(self)
-        self.kernels = next((part.kernels for part in self.parts if part.kernels is not None), None)
+        kernels = [part.kernels for part in self.parts if part.kernels is not None]
+        self.kernels = kernels[0] if kernels else None
         logger.info(f"engine: {self.numerics}")
 
     def _start_engine(self) -> None:
         """Let TRL create the engine, with arguments of the platform and of parts, and inside their contexts."""
-        platform, recipe, config = self.platform, self.recipe, self.model.config
+        platform = self.platform
+        recipe = self.recipe
+        config = self.model.config
         arguments = platform.arguments(
             recipe,
             config,
@@ -116,19 +129,20 @@ class FP8VLLMGeneration(DeliveredGeneration):
             self.pinned = pinned_gemm(
                 platform.linear_backends(recipe),
                 recipe,
-                self.model,
-                self.accelerator.device,
-                self.engine_kwargs,
-                self.largest,
-                self.max_num_seqs,
-                any(part.batch_invariant for part in self.parts),
+                policy=self.model,
+                device=self.accelerator.device,
+                user=self.engine_kwargs,
+                agree=self.largest,
+                max_num_seqs=self.max_num_seqs,
+                batch_invariant=any(part.batch_invariant for part in self.parts),
             )
             upstream.import_engine_class(tuple(config.architectures or ()))
             if outline_of(self.model).experts:
                 upstream.make_group_of_experts()
 
             def make_engine(**trl_arguments: Any) -> RolloutLLM:
-                return RolloutLLM(parts=self.parts, **(trl_arguments | arguments | self.pinned))
+                all_arguments = trl_arguments | arguments | self.pinned
+                return RolloutLLM(parts=self.parts, **all_arguments)
 
             with substituted(trl_generation, "LLM", make_engine):
                 super()._init_vllm()
@@ -161,16 +175,18 @@ class FP8VLLMGeneration(DeliveredGeneration):
         if self.tensor_parallel_size > 1:
             self._require_as_many_prompts(len(prompts))
         if self.enable_sleep_mode and self.llm.asleep_with_weights:
-            self.wake_weights()  # the last sync's weights still exist. If they slept on, TRL would sync again
-        if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # after they were discarded, TRL syncs first
+            self.wake_weights()  # The last sync's weights still exist. If they slept on, TRL would sync again
+        # If the engine's weights were discarded, TRL syncs before it samples, so there is nothing to check yet
+        weights_discarded = self.enable_sleep_mode and self._llm_weights_sleeping
+        if not weights_discarded:
             self.delivery.require_whole()
         output = super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
         require_same_prompts(prompts, output[0])
         return output
 
     def _require_as_many_prompts(self, count: int) -> None:
-        """Raise `ValueError` unless all ranks of the engine have `count` prompts. TRL 1.16 assumes that: it finds a
-        rank's completions by the number of the rank's own prompts.
+        """Raise `ValueError` unless all ranks of the engine have `count` prompts. TRL 1.16 assumes equal numbers: it
+        finds a rank's completions by the number of the rank's own prompts.
         """
         counts = torch.tensor([count, -count], device=self.accelerator.device)
         all_reduce_max(counts, group=self.tp_group)
@@ -185,7 +201,7 @@ class FP8VLLMGeneration(DeliveredGeneration):
 
     def prefill(self, tokens: list[int]) -> list[int]:
         if self.tensor_parallel_size > 1:
-            objects = [tokens]
+            objects = [tokens]  # replaced in place by the first rank's tokens
             torch.distributed.broadcast_object_list(objects, group=self.tp_group, group_src=0)
             [tokens] = objects
         with self.cache_awake():
@@ -226,8 +242,8 @@ def leave_image_tokens(llm: LLM) -> None:
     """Make vLLM insert image tokens only into prompts that lack some, and leave complete prompts as they are.
 
     TRL's processor writes as many image tokens as an image has embeddings, because the trainer's forward needs them.
-    vLLM 0.31 takes the first of them for a placeholder and inserts all of them once more. Rollouts would then come
-    from another prompt than the one that the trainer scores.
+    vLLM 0.31 takes the first image token for a placeholder and inserts all image tokens once more. Rollouts would then
+    continue another prompt than the prompt that the trainer scores.
     """
     processor = llm.renderer.mm_processor
     if processor is None:
@@ -238,9 +254,10 @@ def leave_image_tokens(llm: LLM) -> None:
         token_ids: list[int], updates: MultiModalPromptUpdates
     ) -> tuple[list[int], dict[str, list[PlaceholderFeaturesInfo]]]:
         placeholders = processor._find_mm_placeholders(token_ids, updates)
-        if all(len(placeholders.get(modality, ())) == len(items) for modality, items in updates.items()):
-            return token_ids, placeholders
-        return insert_tokens(token_ids, updates)
+        for modality, items in updates.items():
+            if len(placeholders.get(modality, ())) != len(items):  # the prompt lacks tokens of some image
+                return insert_tokens(token_ids, updates)
+        return token_ids, placeholders
 
     processor._apply_prompt_updates = insert_missing_tokens
 
@@ -257,8 +274,10 @@ def require_sleep_supported(config: PretrainedConfig) -> None:
 
 def require_same_prompts(sent: list[list[int]], returned: list[list[int]]) -> None:
     """Raise `RuntimeError` if the engine continued prompts that differ from those that the trainer scores."""
-    pairs = enumerate(zip(sent, returned, strict=True))
-    different = [number for number, (prompt, continued) in pairs if list(prompt) != list(continued)]
+    different = []  # numbers of prompts
+    for number, (prompt, continued) in enumerate(zip(sent, returned, strict=True)):
+        if list(prompt) != list(continued):
+            different.append(number)
     if different:
         first = different[0]
         raise RuntimeError(

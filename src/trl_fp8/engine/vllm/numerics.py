@@ -1,9 +1,10 @@
 """The FP8 layers and attention layers of a started vLLM: how they compute, and whether a sync can write them.
 
 A sync writes e4m3 codes `[N, K]` and scales, one for each block, into a layer's own parameters, and nothing converts
-them afterwards. So a layer has to store them in this order, and its kernel has to read them anew in each call.
-`require_auditable` checks both after the start of an engine. If a kernel reads scales in another order (tiles), a sync
-writes them to an additional parameter, and then rearranges them into the layer's own, as vLLM does after a load.
+them afterwards. So a layer has to store codes and scales in the order in which a sync sends them, and its kernel has
+to read them anew in each call. `require_auditable` checks both after the start of an engine. Some kernels read scales
+in another order (tiles). For these a sync writes the scales to an additional parameter, and then rearranges them into
+the layer's own, as vLLM does after a load.
 """
 
 from collections import Counter, defaultdict
@@ -33,7 +34,7 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import HELD
 
 
-# Rows from which vLLM's `Fp8BlockScaledDynamicMMLinearKernel` runs DeepGEMM. For fewer it runs FlashInfer's swapAB
+# With fewer rows vLLM's `Fp8BlockScaledDynamicMMLinearKernel` runs FlashInfer's swapAB, otherwise DeepGEMM
 SMALL_BATCH = 32
 # vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. The list comes from
 # reading vLLM's source, because no tensor shows whether a kernel keeps a copy of its own
@@ -45,7 +46,10 @@ UNTILED_SCALE = "untiled_scale"
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
-    """Return layer number -> attention module. `RuntimeError` unless each name has one number, and all differ."""
+    """Return layer number -> attention module. The number is the only one in the module's name.
+
+    `RuntimeError` if a name has no number or several, or if two modules have the same number.
+    """
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, (Attention, MLAAttention)):
@@ -116,15 +120,19 @@ def kernel_scaling(kernel: object, rows: int = SMALL_BATCH) -> ActivationScaling
     if isinstance(kernel, Mxfp8LinearKernel):
         return ActivationScaling("pow2", E8M0_AMAX_FLOOR)
     if isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
-        kernel = kernel.base if rows < SMALL_BATCH else kernel.fallback
+        flashinfer, deepgemm = kernel.base, kernel.fallback
+        kernel = flashinfer if rows < SMALL_BATCH else deepgemm
     quant = kernel.quant_fp8
-    native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
+    # vLLM quantizes activations by a kernel of its own or by torch operations, which it may have compiled: a wrapper
+    # of torch.compile equals no method of `quant`
+    by_torch = quant._forward_method not in (quant.forward_cuda, quant.forward_hip)
     if quant.is_group_quant:
-        floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
+        # The torch operations clamp the scale. The kernel clamps amax, to a smaller value
+        floor = FLOORED_SCALE_AMAX if by_torch else ACTIVATION_AMAX_FLOOR
         return ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor)
+    # One FP32 scale per token or tensor, clamped in both ways. The torch operations multiply by its reciprocal
     scope = "token" if quant.group_shape.is_per_token() else "tensor"
-    # Scales of tokens and tensors are always floored and FP32; the torch path multiplies by their reciprocals
-    return ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=native)
+    return ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=by_torch)
 
 
 def _kernels(model: nn.Module) -> list:
@@ -137,8 +145,10 @@ def fp8_kernel(module: nn.Module) -> object | None:
     if not isinstance(module, LinearBase):
         return None
     method = module.quant_method
-    kernel = getattr(method, "kernel", None)
-    return kernel if isinstance(kernel, Mxfp8LinearKernel) else getattr(method, "fp8_linear", None)
+    mxfp8_kernel = getattr(method, "kernel", None)  # vLLM's methods for other formats may have a `kernel`, too
+    if isinstance(mxfp8_kernel, Mxfp8LinearKernel):
+        return mxfp8_kernel
+    return getattr(method, "fp8_linear", None)
 
 
 def linear_format(module: nn.Module) -> FormatSpec | None:
@@ -156,7 +166,8 @@ def require_auditable(model: nn.Module) -> None:
     if names_by_reason:
         lines = (f"{reason} ({len(names)} layers, first {names[0]})" for reason, names in names_by_reason.items())
         reasons = listed(lines, 4, "\n  ")
-        pinned = {spec.linear_backend for spec in map(linear_format, model.modules()) if spec is not None} - {None}
+        formats = [linear_format(module) for module in model.modules()]
+        pinned = {spec.linear_backend for spec in formats if spec is not None and spec.linear_backend is not None}
         backends = ", ".join(map(repr, pinned)) or "'cutlass', 'deep_gemm' (Hopper) or 'triton'"
         raise RuntimeError(
             f"delivery to FP8 kernels that vLLM chose cannot be verified:\n  {reasons}\nRemove linear_backend and "
@@ -173,8 +184,8 @@ def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
         return f"{name} has blocks of {layer.weight_block_size}, which no format has"
     shape = layer.output_size_per_partition, layer.input_size_per_partition
     weight, scale = _meta(E4M3, *shape), _meta(scale_dtype(spec), *spec.held_scale_shape(shape))
-    expected = {"weight": weight.t() if spec.weight_transposed else weight}
-    expected[UNTILED_SCALE if name in TILED else spec.scale_attribute] = scale
+    scale_name = UNTILED_SCALE if name in TILED else spec.scale_attribute
+    expected = {"weight": weight.t() if spec.weight_transposed else weight, scale_name: scale}
     return _why_not_as_sent(name, layer, expected) or _why_not_known(name)
 
 
@@ -189,10 +200,11 @@ def _why_unverifiable(module: nn.Module) -> str | None:
             return reason
         spec = format_stored(method.weight_block_size)
         expected = {}
-        for weight in (f"{fused}_weight" for fused in HELD):
+        for fused in HELD:  # vLLM fuses a layer's experts into two weights, each with scales
+            weight = f"{fused}_weight"
             shape = getattr(module, weight).shape
-            scale = _meta(scale_dtype(spec), *spec.scale_shape(shape))
-            expected |= {weight: _meta(E4M3, *shape), f"{weight}{spec.scale_suffix}": scale}
+            expected[weight] = _meta(E4M3, *shape)
+            expected[f"{weight}{spec.scale_suffix}"] = _meta(scale_dtype(spec), *spec.scale_shape(shape))
         return _why_not_as_sent(name, module, expected)
     return None
 

@@ -6,17 +6,17 @@ Also `RolloutLog`, a part that keeps notes on rollouts.
                  with starting(platform, recipe):             patches while the engine is created
                      vllm.LLM(...)                            explain(error) if it raises
                  started(generation)                          `generation.llm` exists: check it, install hooks
-                 weights(generation), carried(generation)     `generation.engine` exists: what do its syncs send?
+                 weights(generation), carried(generation)     `generation.engine` exists: say what its syncs send
                  ready(generation)                            `generation.delivery` exists, the policy is not sent yet
     each sync    synced(generation)                           the engine holds the policy, nothing is sampled yet
     generation   begin()                                      before the calls of one generation
                  generated(outputs)                           after each call
 
-A server is started by `trl-fp8 serve`, which calls `environment` and `arguments`. vLLM's processes have no parts: a
-part that has to change them names a module in `environment`, whose function `register` they call. The trainer calls
-`served`, `weights`, `carried`, `staged` and `synced`.
+A server is started by `trl-fp8 serve`, which calls `environment` and `arguments`. vLLM's processes in the server have
+no parts. A part that has to change these processes names a module in `environment`, and each process calls the
+module's function `register`. The trainer calls `served`, `weights`, `carried`, `staged` and `synced`.
 
-Parts are called in the order in which they were given. A feature returns its part from `Feature.engine_part()` and
+Parts are called in the order in which an engine got them. A feature returns its part from `Feature.engine_part()` and
 keeps a reference, to read what the part learned.
 """
 
@@ -49,8 +49,8 @@ class EnginePart:
     kernels: EngineKernels | None = None
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        """Return further arguments of `vllm.LLM(...)`. If parts and platform give one argument several dictionaries,
-        as of `compilation_config`, these are merged.
+        """Return further arguments of `vllm.LLM(...)`. If an argument is a dictionary, as `compilation_config` is, the
+        dictionaries of all parts and of the platform are merged.
 
         `config` is the policy's. `user` are the `vllm_engine_kwargs`, which override all of these arguments. Raises
         `ValueError` if the platform, or an engine with the user's arguments, cannot do what the feature needs.
@@ -58,8 +58,8 @@ class EnginePart:
         return {}
 
     def environment(self, recipe: FP8Recipe, config: PretrainedConfig) -> dict[str, str]:
-        """Return environment variables for a server's processes. That of `plugin.EXTENSION` names the module whose
-        `register` they call.
+        """Return environment variables for a server's processes. The variable `plugin.EXTENSION` names a module whose
+        function `register` these processes call.
         """
         return {}
 
@@ -68,23 +68,23 @@ class EnginePart:
         return nullcontext()
 
     def explain(self, error: ValueError) -> ValueError | None:
-        """Return an error that names the flag if this feature is why vLLM could not start; None if it is not."""
+        """Return an error that names the flag, if vLLM could not start because of this feature. Otherwise None."""
         return None
 
     def started(self, generation: Generation) -> None:
         """Check the started engine and install hooks. Raises `ValueError` for a setting of the user's."""
 
     def served(self, base_url: str, facts: Mapping[str, list]) -> dict[str, list[int]] | None:
-        """Return name -> shape of the tensors that a server holds for this feature beside the policy's, under the
-        names by which a sync sends them; None if the feature needs no such tensors.
+        """Return the shapes of the tensors that a server holds for this feature beside the policy's tensors, by the
+        names under which a sync sends them. Return None if the feature needs no such tensors.
 
-        `facts` are what the layers that a server adds to vLLM's model say of themselves (`layout.Added.facts`).
-        Raises `ValueError` if they do not fit the feature.
+        `facts` are the facts about the layers that the server adds to vLLM's model (`layout.Added.facts`). Raises
+        `ValueError` if the facts do not fit the feature.
         """
         return None
 
     def weights(self, generation: Delivered) -> PolicyWeights | None:
-        """Return the source of a sync's tensors; None if it is the policy itself."""
+        """Return the source of a sync's tensors; None if a sync sends the policy's own tensors."""
         return None
 
     def carried(self, generation: Delivered) -> CarriedValue | None:
@@ -113,19 +113,20 @@ class EnginePart:
 class RolloutLog(EnginePart, ABC):
     """A part that keeps a note on each rollout since `begin`, such as the experts that routers chose.
 
-    A note is looked up by the rollout's token ids, because a trainer gets token ids and no requests. Two errors have
-    clauses of the subclass:
+    A note is looked up by the rollout's token ids, because a trainer gets token ids and no requests. A subclass fills
+    in clauses of two errors:
 
         3 of 8 rollouts were not generated by the trainer's engine, so {not_known}. ...; otherwise {remedy}.
         {cannot_return} here: (vLLM's own reason, found by `vllm_reason`). Otherwise {remedy}.
     """
 
-    # Outputs of one call -> a note on each. A subclass sets it in `started`, because it depends on the platform
+    # Function that returns a note on each output of one call. It depends on the platform, so a subclass sets it in
+    # `started`
     source: Callable[[list[RequestOutput]], list] | None = None
     calls: int = 0  # number of calls since `begin`
     records: list[tuple[bytes, object]] = field(default_factory=list)  # token ids of prompt and completion, and note
-    not_known: ClassVar[str]  # for the error about rollouts without a note: what is not known of them
-    cannot_return: ClassVar[str]  # for the error of an engine that cannot start: what vLLM cannot return
+    not_known: ClassVar[str]  # clause of the first error: what is not known of a rollout without a note
+    cannot_return: ClassVar[str]  # clause of the second error: what vLLM cannot return, so that it cannot start
     vllm_reason: ClassVar[str]  # regular expression that finds vLLM's reason for that in vLLM's own error
     remedy: ClassVar[str]  # the remedy in both errors, after "otherwise"
 
@@ -148,10 +149,12 @@ class RolloutLog(EnginePart, ABC):
     def notes_on(self, sequences: list[list[int]]) -> list:
         """Return the note on each sequence. Notes of several calls that generated parts of it are merged."""
         keys = [_bytes(tokens) for tokens in sequences]
+        # Usually the engine was called once, and the trainer has the rollouts in the engine's order
         if self.calls == 1 and keys == [tokens for tokens, _ in self.records]:
             return [note for _, note in self.records]
         notes = [self._merged(key, len(tokens)) for key, tokens in zip(keys, sequences, strict=True)]
-        if missing := sum(note is None for note in notes):
+        missing = sum(note is None for note in notes)
+        if missing:
             raise RuntimeError(
                 f"{missing} of {len(sequences)} rollouts were not generated by the trainer's engine, so "
                 f"{self.not_known}. A rollout_func has to generate with trainer.vllm_generation.llm and return its "
@@ -160,7 +163,9 @@ class RolloutLog(EnginePart, ABC):
         return notes
 
     def _merged(self, key: bytes, length: int) -> object | None:
-        # A call has generated a prefix of the conversation, or more than the trainer kept of the last completion
+        """Merge the notes of the calls that generated parts of a sequence. Return None if there are none."""
+        # A call has generated a prefix of the sequence. Or the sequence is a prefix of what the call has generated,
+        # because the trainer has cut off the last completion
         notes = [note for tokens, note in self.records if key.startswith(tokens) or tokens.startswith(key)]
         return self.merged(notes, length) if notes else None
 
@@ -173,5 +178,5 @@ class RolloutLog(EnginePart, ABC):
 
 
 def _bytes(tokens: list[int]) -> bytes:
-    """Return token ids as bytes; a prefix of ids is a prefix of bytes."""
+    """Return token ids as bytes. The bytes of a sequence's prefix are a prefix of the sequence's bytes."""
     return np.asarray(tokens, np.int32).tobytes()

@@ -3,7 +3,7 @@
 The engine starts from dummy weights with the recipe's `quantization_config` in the model's config, because TRL syncs
 the whole policy before the first rollout. vLLM might choose kernels whose weights or scales a sync cannot write in
 place. So on CUDA the kernel for experts is pinned. The attention backend is pinned, too, if the KV cache is FP8 or
-the model has attention sinks. Kernels of FP8 linears are checked and timed on the device (gemms.py).
+the model has attention sinks. The kernel of FP8 linears is chosen by checks and times on the device (gemms.py).
 """
 
 import hashlib
@@ -35,8 +35,8 @@ NAME = "trl_fp8"  # this package, as an entry of vLLM's `additional_config` and 
 NORMS = "rms_norm", "fused_add_rms_norm"
 # Passes of vLLM's compiler that fuse norms, activations or attention with neighbouring operations
 FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_qk_norm_rope_fusion"
-# Largest MLA latent (kv_lora_rank) whose FP8 tiles fit into 99 KiB, the shared memory of a thread block on GPUs of
-# compute capability 8.9 (Ada) and 12.x
+# Largest MLA latent (kv_lora_rank) whose FP8 tiles fit into 99 KiB. A thread block has this much shared memory on GPUs
+# of compute capability 8.9 (Ada) and 12.x
 LATENT_IN_99_KIB = 256
 BLOCK = 128  # tokens per KV cache block on CPU
 BIND_MEMORY = "init_cpu_memory_env"  # vLLM's operation for CPU that binds memory to NUMA nodes
@@ -59,15 +59,16 @@ class SeparateKernels:
     def arguments(self) -> dict[str, object]:
         """Return the arguments for `vllm.LLM(...)` that choose these kernels."""
         priority = {name: [self.norms] for name in NORMS}
+        as_torch_code = [f"-{name}" for name, custom in self.custom_ops.items() if not custom]
         compilation = {
-            "custom_ops": ["all", *(f"-{name}" for name, custom in self.custom_ops.items() if not custom)],
+            "custom_ops": ["all", *as_torch_code],
             "pass_config": dict.fromkeys(FUSIONS, False),
             "inductor_compile_config": {"emulate_precision_casts": True},
         }
         return {"kernel_config": {"ir_op_priority": priority}, "compilation_config": compilation}
 
     def violated_by(self, config: VllmConfig) -> list[str]:
-        """Return the settings of a started engine that make it run other kernels than these; empty if none does."""
+        """Return the settings of a started engine that make the engine run other kernels than these."""
         found = []
         for name in NORMS:
             priority = getattr(config.kernel_config.ir_op_priority, name)
@@ -120,25 +121,32 @@ class Platform(ABC):
         """
         user = user or {}
         arguments = {"load_format": "dummy", "dtype": "bfloat16", "additional_config": compile_cache_key()}
-        # The trainer's processor has normalized images. vLLM would do so again, and by random numbers: it keeps mean
-        # and standard deviation as buffers of the model, which start as dummy weights
+        # The trainer's processor has normalized images. vLLM would normalize them again, and by random numbers: vLLM
+        # keeps mean and standard deviation as buffers of the model, which start as dummy weights
         arguments["mm_device_do_normalize"] = False
-        # From the Hub, maybe at a `revision`, which TRL does not pass on. None: main, or transformers keeps no commit
+        # The model may come from the Hub at a `revision`, which TRL does not pass on. The config has no commit if the
+        # model is in a folder, or if this version of transformers keeps none. In the second case vLLM reads the main
+        # branch, and `require_known_commit` (run/launch.py) has refused any other revision
         commit = getattr(config, "_commit_hash", None)
         if commit is not None:
             arguments["revision"] = commit
         text = config.get_text_config()
         fields = family_of(text.model_type).engine_fields(text.to_dict())
-        # Override `quantization_config` even if nothing is FP8 (with None), because the checkpoint's own weights may
-        # be quantized, and vLLM would read that from its config
+        # Override `quantization_config` even if nothing is FP8 (with None): the checkpoint's own weights may be
+        # quantized, and vLLM would read that from the checkpoint's config
         arguments["hf_overrides"] = fields | {"quantization_config": recipe.quantization_config}
         if recipe.quantization_config is not None:
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
         if recipe.kv_cache_skip_layers:
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
+        max_num_seqs = user.get("max_num_seqs") or max_num_seqs
         arguments |= self._arguments(recipe, text, max_num_seqs, max_model_len)
         for part in parts:
             arguments = _merged(arguments, part.arguments(self, recipe, config, user))
+        # If the user chooses the kernel for experts, remove the pinned argument: vLLM would prefer this argument to an
+        # entry of the user's `kernel_config`. If the user chooses by argument, `_merged` adds that argument
+        if chosen_backend(user, "moe_backend"):
+            arguments.pop("moe_backend", None)
         return _merged(arguments, user)
 
     @contextmanager
@@ -174,8 +182,11 @@ class Cuda(Platform):
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
         if recipe.format.linear_backend is not None:
             return (recipe.format.linear_backend,)
-        # On Hopper flashinfer_cutlass runs DeepGEMM, but FlashInfer's own kernel for batches of fewer than 32 rows
-        return ("cutlass", "deep_gemm", *(["flashinfer_cutlass"] if self.capability == (9, 0) else []), "triton")
+        backends = ["cutlass", "deep_gemm"]
+        if self.capability == (9, 0):
+            # On Hopper this backend runs FlashInfer's own kernel for fewer than 32 rows, and DeepGEMM for more
+            backends.append("flashinfer_cutlass")
+        return (*backends, "triton")
 
     def _kernels_ready(self) -> AbstractContextManager[None]:
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
@@ -199,12 +210,14 @@ class Cuda(Platform):
                 "fp8_weight_format='blocks'."
             )
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
-        # Blackwell, keeps copies of them, which a sync cannot write. How FlashAttention 4 rounds attention weights is
-        # not known
+        # Blackwell, keeps copies of the scales, which a sync cannot write. How FlashAttention 4 rounds attention
+        # weights is not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
-        if recipe.decoder == WRAPPED and family_of(config.model_type).sees_images_whole:  # in a vision-language model
+        is_vision = recipe.decoder == WRAPPED
+        if is_vision and family_of(config.model_type).sees_images_whole:
             attention = "TRITON_ATTN"  # FlashAttention 3 cannot mask bidirectional image tokens
-        if latent := getattr(config, "kv_lora_rank", None):
+        latent = getattr(config, "kv_lora_rank", None)
+        if latent:
             attention = "TRITON_MLA"  # the only MLA backend that does not round queries
             if recipe.fp8_kv_cache and latent > LATENT_IN_99_KIB and major in (8, 12):
                 raise ValueError(
@@ -212,16 +225,20 @@ class Cuda(Platform):
                     f"GPU of compute capability {major}.{minor}: vLLM's kernel for FP8 latents (TRITON_MLA) needs 100 "
                     "KiB of shared memory for a block, the GPU has 99. BF16 latents fit: set kv_cache_dtype='auto'."
                 )
+        arguments = {}
         # Pin the backend if there is an FP8 cache or there are sinks, because FlashInfer keeps copies of KV scales and
-        # of sinks. Otherwise vLLM chooses it
-        is_pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
-        arguments = {"attention_backend": attention} if is_pinned else {}
-        # vLLM's other kernels for experts cannot be used: DeepGEMM's rounds act(gate) * up, and the trainer has no
-        # such rounding; the others reorder the weights
-        return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
+        # of sinks. Otherwise vLLM chooses the backend
+        if recipe.fp8_kv_cache or family_of(config.model_type).sinks:
+            arguments["attention_backend"] = attention
+        # vLLM's other kernels for experts cannot be used: DeepGEMM's kernel rounds act(gate) * up, and the trainer has
+        # no such rounding; the others reorder the weights
+        if recipe.has_experts:
+            arguments["moe_backend"] = "triton"
+        return arguments
 
 
-# The CPU engine's reference kernels compute one operation each. vLLM must not replace them by fused kernels
+# The CPU engine's reference kernels compute one operation each, and vLLM must not replace them by fused kernels. There
+# is no reference kernel for rotary embeddings: vLLM's torch code computes them, see cpu/ops.py
 CPU_KERNELS = SeparateKernels(norms=NAME, custom_ops={"rotary_embedding": False})
 
 
@@ -262,28 +279,31 @@ class Cpu(Platform):
     def _arguments(
         self, recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None
     ) -> dict:
+        # 1. Size of a cache block, which is the same in all layers. `token_bytes` is what the layer with the largest k
+        #    and v needs for a token. A layer with a state (linear attention) keeps its whole state in one block, so
+        #    vLLM makes a block a multiple of `BLOCK` tokens that is large enough for the largest state
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
         caches = caches_of(config, mamba_ssm_dtype="float32")
-        # In vLLM a block has the same bytes in all layers: enough for the layer with the most bytes per token
-        token_bytes = (
-            max(cache.elements for cache in caches) * itemsize or 1
-        )  # a divisor below: not 0 if no layer caches k and v
+        most_elements = max(cache.elements for cache in caches)  # 0 if no layer caches k and v
+        token_bytes = max(1, itemsize * most_elements)  # not 0, because it divides below
         state_bytes = max(cache.state_bytes for cache in caches)
-        # Tokens of a block: a multiple of `BLOCK`, because vLLM enlarges blocks until the largest state fits into one
-        block_tokens = BLOCK * max(1, -(-state_bytes // (BLOCK * token_bytes)))
-        # Blocks that one sequence needs in a layer, plus 1, because vLLM reserves a block of its pool. A state takes
-        # one block for a sequence of any length
-        blocks = -(-(max_model_len or config.max_position_embeddings) // block_tokens) + 1
-        state_blocks = 1 + 1
-        seq_bytes = sum(block_tokens * token_bytes * (blocks if cache.elements else state_blocks) for cache in caches)
-        # Enough for all sequences at full length, but at most 2 GiB. At least one sequence, or vLLM refuses to start
+        blocks_of_state = -(-state_bytes // (BLOCK * token_bytes))  # -(-a // b) rounds up
+        block_tokens = BLOCK * max(1, blocks_of_state)
+        # 2. Blocks that one sequence needs: in each layer as many as its tokens fill, or one for a state. Plus one in
+        #    each layer, because vLLM reserves a block of its pool
+        token_blocks = -(-(max_model_len or config.max_position_embeddings) // block_tokens)
+        seq_blocks = sum(1 + (token_blocks if cache.elements else 1) for cache in caches)
+        seq_bytes = seq_blocks * block_tokens * token_bytes
+        # 3. Enough for all sequences at full length, but at most 2 GiB. At least one sequence, or vLLM does not start
         cache_bytes = max(seq_bytes, min(seq_bytes * max_num_seqs, 2 * 2**30))
         arguments = {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes} | CPU_KERNELS.arguments()
-        # FP32, because the state of a gated delta net changes at each token (cpu/delta_net.py): BF16 would round it
-        # each time. Prefix caching would keep further states, each as large as a block
-        hybrid = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if state_bytes else {}
-        latent = {"attention_backend": "CPU_MLA"} if caches[0].is_latent else {}
-        return arguments | hybrid | latent
+        if state_bytes:
+            # The state of a gated delta net changes at each token (cpu/delta_net.py). BF16 would round it each time
+            arguments["mamba_ssm_cache_dtype"] = "float32"
+            arguments["enable_prefix_caching"] = False  # would keep further states, each as large as a block
+        if caches[0].is_latent:
+            arguments["attention_backend"] = "CPU_MLA"
+        return arguments
 
 
 def platform_of(device: torch.device | None = None) -> Platform:
@@ -306,6 +326,19 @@ def platform_of(device: torch.device | None = None) -> Platform:
         f"the trainer runs on {kind!r}: FP8 rollouts run on NVIDIA GPUs, and on CPU (use_cpu=True) to try them. "
         f"Elsewhere train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS}."
     )
+
+
+def chosen_backend(user: dict, name: str) -> str | None:
+    """Return the user's choice of `name` (`linear_backend` or `moe_backend`); None if the user made none.
+
+    `user` are the `vllm_engine_kwargs`. vLLM reads a backend from an argument and from an entry of `kernel_config`. If
+    a user sets both, the argument counts, unless it is "auto".
+    """
+    kernel_config = user.get("kernel_config")
+    entry = kernel_config.get(name) if isinstance(kernel_config, dict) else None
+    argument = user.get(name)
+    is_open = argument is None or argument == "auto"
+    return entry if is_open and entry is not None else argument
 
 
 def _merged(settings: dict, overrides: dict) -> dict:
@@ -331,7 +364,7 @@ def compile_cache_key(**settings: object) -> dict[str, dict]:
 
 @cache
 def _source_digest() -> str:
-    """Return a digest of this package's source, because each edit or version may change the traced code."""
+    """Return a digest of this package's source. Each edit or version of the package may change the traced code."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):

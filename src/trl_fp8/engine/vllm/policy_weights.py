@@ -1,8 +1,11 @@
-"""The tensors of a policy: as a sync sends them to an engine, and as a checkpoint has them.
+"""`PolicyWeights`: the tensors of a policy, as a sync sends them to an engine and as a checkpoint has them.
 
-Adapters are merged into one weight at a time; afterwards the weight gets its own values back, bit for bit. Sharded
-parameters (FSDP2, ZeRO-3) are gathered, which is a collective. A sync gathers them in the form that the engine stores
-(sync/shards.py). A checkpoint gathers whole parameters, one at a time.
+    tensors_to_send     for a sync. Sharded parameters are gathered in the form that the engine stores (sync/shards.py)
+    policy_tensors      for a checkpoint. Whole parameters are gathered, one at a time
+    reference           for a reference model that computes with an engine
+
+Adapters are merged into one weight at a time (for a reference under FSDP2: into all weights at once). Afterwards the
+weights get their own values back, bit for bit. FSDP2 and ZeRO-3 shard parameters. Gathering them is a collective.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -43,20 +46,24 @@ class PolicyWeights:
     """Sources of the tensors of a policy whose engine has started."""
 
     def __init__(self, generation: EngineOfPolicy):
-        self._generation, self._dist = generation, generation._dist
-        self.model, self.recipe, self.layout = generation.model, generation.recipe, generation.engine.layout
+        self._generation = generation
+        self._dist = generation._dist
+        self.model = generation.model
+        self.recipe = generation.recipe
+        self.layout = generation.engine.layout
         self.frozen: tuple[TensorGroup, ...] = ()  # tensors that are written once, not by each sync
         self.sharded = self._dist.is_zero3 or self._dist.is_fsdp  # whether parameters are sharded over ranks
 
     def yields_one_by_one(self, model: nn.Module) -> bool:
-        """Return whether a tensor of `tensors_to_send`, or of `reference`, is valid only until the next is yielded."""
+        """Return whether tensors of `tensors_to_send` and `reference` are valid only until the next one is yielded."""
         return self.sharded or is_peft_model(model)
 
     def tensors_to_send(self) -> AbstractContextManager[Iterator[SentTensor]]:
         """Return the `(checkpoint name, tensor)` pairs that a sync writes, in a `with` block."""
         reshard(self.model, self._dist)
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
-        # Whole tensors if adapters have to be merged into them first, or if ranks cannot gather rows in order
+        # Send whole tensors if adapters have to be merged into them first, if nothing is sharded, or if the shards do
+        # not allow a gather in the engine's form
         if is_peft_model(self.model) or not self._sharded_over_one_group(parameters):
             return self.policy_tensors()
         return closing(self._gathered(parameters))
@@ -76,10 +83,13 @@ class PolicyWeights:
         # Reshard first: after a forward a parameter may be FSDP2's unsharded tensor, whose memory the next reshard
         # frees
         reshard(self.model, self._dist)
-        yield from self._gathered(list(parameters())) if self._dist.is_fsdp else parameters()
+        if self._dist.is_fsdp:
+            yield from self._gathered(list(parameters()))
+        else:
+            yield from parameters()
 
     def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[SentTensor]]:
-        """Return those weights of the reference model that the engine calls `names`, in a `with` block.
+        """Return the weights of the reference model that have these `names` in the engine, in a `with` block.
 
         `model` is a copy of the policy, or the policy itself with its adapters disabled or with the reference's
         adapters active. Set the adapters before the call, and keep them until the block ends.
@@ -91,39 +101,47 @@ class PolicyWeights:
     def _reference(self, model: nn.Module, names: Set[str], has_adapters: bool) -> Iterator[SentTensor]:
         """Yield the tensors of `reference`. With `has_adapters` active adapters are merged into them."""
         reshard(model, self._dist)
-        own = [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
-        adapted = is_peft_model(model)
+        parameters = self._reference_parameters(model, names)
+        is_adapted = is_peft_model(model)
         adapters = adapters_of_parameters(model) if has_adapters else {}
-        # Each once, in the same order on all ranks
-        layers = list(dict.fromkeys(chain.from_iterable(adapters.values())))
-        # PEFT merges whole weights, so under ZeRO-3 the whole model is gathered first. FSDP2's shards are merged where
-        # they are, a collective, and gathered in the engine's form
-        with self._dist.gather_params(list(model.parameters()) if adapted else []):
-            if self._dist.is_fsdp or (not adapted and self._sharded_over_one_group(own)):
+        # PEFT merges whole weights, so under ZeRO-3 the whole model is gathered first
+        with self._dist.gather_params(list(model.parameters()) if is_adapted else []):
+            if self._dist.is_fsdp or (not is_adapted and self._sharded_over_one_group(parameters)):
+                # Gather in the engine's form. Under FSDP2 adapters are merged into the shards first (without FSDP2
+                # there are none here). Such a merge is a collective, so all ranks merge the same layers in the same
+                # order, each once
+                layers = list(dict.fromkeys(chain.from_iterable(adapters.values())))
                 with merged(layers):
-                    yield from self._gathered(own)
+                    yield from self._gathered(parameters)
                 return
-            for name, parameter in own:
-                with self._dist.gather_params([] if adapted else [parameter]), merged(adapters.get(id(parameter), ())):
+            for name, parameter in parameters:
+                layers = adapters.get(id(parameter), ())
+                with self._dist.gather_params([] if is_adapted else [parameter]), merged(layers):
                     yield name, parameter.data
 
     def parts_of_reference(self, model: nn.Module, names: Set[str]) -> list[Tensor]:
         """Return this rank's part of the parameters, adapters included, from which `reference` makes these weights."""
         reshard(model, self._dist)
-        own = [each for name, each in reference_parameters(model) if self.recipe.engine_name(name) in names]
-        layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer) and not each.disable_adapters]
-        active = {adapter for layer in layers for adapter in layer.active_adapters}
+        parameters = [parameter for _, parameter in self._reference_parameters(model, names)]
+        active: set[str] = set()  # names of the active adapters
+        for module in model.modules():
+            if isinstance(module, BaseTunerLayer) and not module.disable_adapters:
+                active.update(module.active_adapters)
         for name, parameter in model.named_parameters():
             if ".lora_" in name and active.intersection(name.split(".")):
-                own.append(parameter)
-        return [local_part(each) for each in own]
+                parameters.append(parameter)
+        return [local_part(parameter) for parameter in parameters]
+
+    def _reference_parameters(self, model: nn.Module, names: Set[str]) -> list[NamedTensor]:
+        """Return `reference_parameters` of the weights that have these `names` in the engine."""
+        return [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
 
     def _gathered(self, parameters: list[NamedTensor]) -> Iterator[SentTensor]:
         return gathered(parameters, self.recipe, self.layout, self._generation.accelerator.device)
 
     def _sharded_over_one_group(self, parameters: list[NamedTensor]) -> bool:
-        """Return whether FSDP2 or ZeRO-3 shards all `parameters` over the same ranks. They can then be gathered in the
-        engine's form.
+        """Return whether FSDP2 or ZeRO-3 shards all `parameters` over the same ranks. Such parameters can be gathered
+        in the engine's form.
         """
         if not self._dist.is_zero3:
             return self._dist.is_fsdp
@@ -143,22 +161,26 @@ def reshard(model: nn.Module, dist: DistributedBackend) -> None:
 def reference_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (checkpoint name, parameter) of the weights that a reference computes with, without adapters.
 
-    If the reference is a copy of the policy, these are all weights. If it is the policy itself, these are the base
-    weights and, for modules that PEFT has copied to train them, those of the copy that PEFT calls at present.
+    If the reference is a copy of the policy, it computes with all weights; if it is the policy itself, with the base
+    weights. PEFT trains some modules whole (`modules_to_save`), and keeps the original beside each trained copy. Of
+    such a module only the weights that PEFT calls at present are yielded: the original's, or a copy's.
     """
-    called = []
+    called_copies = []  # beginnings of the names of parameters
     for name, module in model.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            trained = f"modules_to_save.{module.active_adapters[0]}"
-            called.append(f"{name}.{'original_module' if module.disable_adapters else trained}.")
+            copy = "original_module" if module.disable_adapters else f"modules_to_save.{module.active_adapters[0]}"
+            called_copies.append(f"{name}.{copy}.")
     for name, parameter in model.named_parameters():
         original = without_copies(name)
-        if not of_adapter(original, model) and (original == name or name.startswith(tuple(called))):
+        is_in_copy = original != name
+        if is_in_copy and not name.startswith(tuple(called_copies)):
+            continue
+        if not of_adapter(original, model):
             yield checkpoint_name(original), parameter
 
 
 def adapters_of_parameters(model: nn.Module) -> dict[int, list[BaseTunerLayer]]:
-    """Return id of a parameter that has adapters -> the layers whose adapters PEFT merges into it."""
+    """Return the layers whose adapters PEFT merges into a parameter, by the parameter's id."""
     found: dict[int, list[BaseTunerLayer]] = {}
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
@@ -171,9 +193,11 @@ def adapters_of_parameters(model: nn.Module) -> dict[int, list[BaseTunerLayer]]:
 def merged(layers: Iterable[BaseTunerLayer]) -> Iterator[None]:
     """Merge the active adapters of `layers` inside the block. Restore the base weights afterwards.
 
-    They are restored from copies, because PEFT's unmerging rounds, so each sync would change the base.
+    The base weights are restored from copies: PEFT's unmerging rounds them, so each sync would change them.
     """
-    bases = {parameter for layer in layers for parameter in layer.get_base_layer().parameters()}
+    bases: set[nn.Parameter] = set()
+    for layer in layers:
+        bases.update(layer.get_base_layer().parameters())
     before = [(base, base.data.clone()) for base in bases]
     try:
         for layer in layers:

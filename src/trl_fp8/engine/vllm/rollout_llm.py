@@ -5,11 +5,12 @@ begins with a sync. Between batches of an evaluation and turns of a conversation
 engine sleeps at level 1, which moves them to host memory and back. If a trainer computes with the engine's weights
 (`share_weights`), they stay in device memory, and only the KV cache is freed.
 
-vLLM samples with global random generators, which it seeds by the rank alone. CPU and the V1 model runner draw from
-torch's generator; the V2 model runner (CUDA) seeds each request from NumPy's. Reward functions and dropout use these
-generators, too (dropout only torch's), so their states may differ between ranks. But ranks that share an engine have
-to sample the same tokens, or they wait for each other forever. So each call of `generate` seeds both generators from
-the number of the engine (TRL's `seed` for vLLM), the `Occasion`, and the number of the call.
+vLLM samples with global random generators, and its seed for them depends only on the rank. On a CPU, and with the V1
+model runner, vLLM draws from torch's generator. The V2 model runner (CUDA) seeds each request from NumPy's generator.
+Reward functions use both generators, too, and dropout uses torch's, so the states of the generators may differ between
+ranks. But ranks that share an engine have to sample the same tokens, or they wait for each other forever. So each call
+of `generate` seeds both generators from the number of the engine (TRL's `seed` for vLLM), the `Occasion`, and the
+number of the call.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +28,13 @@ from trl_fp8.upstream import vllm as upstream
 
 @contextmanager
 def generators_seeded(*seed: int) -> Iterator[None]:
-    """Seed NumPy's and torch's global generators inside the block, torch's for the CPU and the current GPU; restore
+    """Seed global generators inside the block: NumPy's, torch's for the CPU, and torch's for the current GPU. Restore
     their states afterwards.
     """
     numpy_state = np.random.get_state()
     has_gpu = torch.cuda.is_available()
-    with torch.random.fork_rng([torch.cuda.current_device()] if has_gpu else []):
+    gpus = [torch.cuda.current_device()] if has_gpu else []
+    with torch.random.fork_rng(gpus):
         np.random.seed(seed)
         torch_seed = np.random.randint(2**32)
         # `torch.manual_seed` would also seed other devices, whose generators `fork_rng` does not restore
@@ -66,14 +68,14 @@ class RolloutLLM(LLM):
     keep_weights = False  # whether the next generation needs the same weights
     _place = Weights.AWAKE
     _shares_weights = False  # whether the trainer computes with the engine's weights
-    occasion: Occasion | None = None  # seeds the sampling; None: the global generators are used as they are
+    occasion: Occasion | None = None  # seeds the sampling; None: vLLM samples with the generators' current states
     _calls: Mapping[Occasion, int] = {}  # occasions of the current step -> number of calls of `generate`
 
     def __init__(self, *, parts: Sequence[Any] = (), **kwargs):
         self._parts = parts
         self._seed = kwargs.get("seed") or 0
-        # Before it sleeps, vLLM by default aborts requests and resets its prefix cache. If it returns routed experts,
-        # it refuses the reset and the sleep fails. For such an engine `sleep` therefore keeps requests (mode "keep")
+        # Before a sleep, vLLM by default aborts requests and resets its prefix cache. An engine that returns routed
+        # experts refuses the reset, and the sleep fails. For such an engine `sleep` keeps requests (mode "keep")
         self._keeps_requests = bool(kwargs.get("enable_return_routed_experts"))
         try:
             super().__init__(**kwargs)
@@ -95,7 +97,7 @@ class RolloutLLM(LLM):
         seeded = nullcontext()
         if self.occasion is not None:
             current = self.occasion
-            # Drop counts of earlier steps. This step may have two counts: training and evaluation may alternate
+            # Drop counts of earlier steps. This step may have several occasions: training and evaluation may alternate
             calls = {}
             for occasion, count in self._calls.items():
                 if (occasion.run_seed, occasion.step) == (current.run_seed, current.step):
@@ -111,8 +113,9 @@ class RolloutLLM(LLM):
 
     def prefill(self, tokens: list[int], prompt_logprobs: int | None = None) -> RequestOutput:
         """Run a whole sequence through the layers at once. Parts are not called, because this is no rollout."""
-        # top_k=1, because with `return_sampling_mask` vLLM refuses requests without top_k, which bounds the mask's
-        # size. The sampled token is not used
+        # The sampled token is not used. top_k=1: with `return_sampling_mask` vLLM refuses requests without top_k,
+        # because top_k bounds the size of the mask. vLLM draws random numbers all the same, so the generators' states
+        # are restored afterwards
         parameters = SamplingParams(
             max_tokens=1, top_k=1, skip_reading_prefix_cache=True, prompt_logprobs=prompt_logprobs
         )
@@ -141,8 +144,8 @@ class RolloutLLM(LLM):
             super().sleep(level=0, **kwargs)
             return
         if self._shares_weights:
-            # Sleep at level 0, then free the cache. vLLM can free the cache alone only while everything else is in
-            # device memory, and raises if the weights were put to sleep before they were shared
+            # Sleep at level 0, then free the cache alone. For this vLLM must have no requests (`finish`), and weights
+            # and cache must be in device memory. vLLM raises if the weights were asleep when they were shared
             upstream.finish(self)
             super().sleep(level=0, **kwargs)
             self.release_kv_cache_memory()

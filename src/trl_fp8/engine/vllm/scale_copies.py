@@ -31,8 +31,8 @@ def fp8_attention_layers(
     """Return layer number -> attention module for the layers with an FP8 cache.
 
     Raises:
-        RuntimeError: Layers other than `kv_layers` have a cache; a layer in `skip_layers` has an FP8 cache; any other
-            has a BF16 cache; or a layer may keep further copies of its scales.
+        RuntimeError: The layers with a cache are not `kv_layers`, those without an FP8 cache are not `skip_layers`, or
+            a layer with an FP8 cache may keep further copies of its scales.
     """
     layers = attention_layers(model)
     if list(layers) != list(kv_layers):
@@ -64,7 +64,11 @@ def fp8_attention_layers(
 
 
 class KVScaleCopies:
-    """`engine.protocol.KVScaleStore` of attention layers, by their numbers."""
+    """Writes and verifies all copies of the scales of an engine's FP8 caches (`engine.protocol.KVScaleStore`).
+
+    Args:
+        layers: Layer number -> attention module.
+    """
 
     def __init__(self, layers: Mapping[int, Attention | MLAAttention]):
         self._layers = layers
@@ -72,29 +76,34 @@ class KVScaleCopies:
     def write(self, scales: KVScales) -> None:
         sent_L3 = torch.stack([scales.values[layer] for layer in self._layers])
         on_device, on_host = self._tensors()
-        torch._foreach_copy_(on_device, list(sent_L3.flatten().to(on_device[0].device, non_blocking=True).unbind()))
-        torch._foreach_copy_(on_host, list(sent_L3[:, 1:].flatten().unbind()))
+        moved_L3 = sent_L3.to(on_device[0].device, non_blocking=True)
+        torch._foreach_copy_(on_device, list(moved_L3.flatten().unbind()))
+        torch._foreach_copy_(on_host, list(sent_L3[:, 1:].flatten().unbind()))  # k and v
         for layer, module in self._layers.items():
             for which in QKV:
                 setattr(module, f"_{which}_scale_float", scales.scale(layer, which))
 
     def verify(self, scales: KVScales) -> None:
         """Raise `RuntimeError` that lists the copies which differ from `scales`. Waits for the device once."""
-        layers = self._layers
-        on_device, on_host = (torch.stack(tensors).view(len(layers), -1).tolist() for tensors in self._tensors())
+        on_device, on_host = self._tensors()
+        device_L3 = torch.stack(on_device).view(len(self._layers), 3).tolist()
+        host_L2 = torch.stack(on_host).view(len(self._layers), 2).tolist()
         wrong = []
-        for (layer, module), of_device, of_host in zip(layers.items(), on_device, on_host, strict=True):
+        for row, (layer, module) in enumerate(self._layers.items()):
             for column, which in enumerate(QKV):
-                copies = {"device tensor": of_device[column], "host float": getattr(module, f"_{which}_scale_float")}
+                copies = {
+                    "device tensor": device_L3[row][column],
+                    "host float": getattr(module, f"_{which}_scale_float"),
+                }
                 if which != "q":
-                    copies["host tensor"] = of_host[column - 1]
+                    copies["host tensor"] = host_L2[row][column - 1]
                 sent = scales.scale(layer, which)
                 for copy, value in copies.items():
                     if value != sent:
                         wrong.append(f"layer {layer} {which}_scale: {copy} holds {value:g}, sent {sent:g}")
         if wrong:
-            copies = listed(wrong, 12, "\n  ")
-            raise RuntimeError(f"KV scales did not arrive in the engine ({len(wrong)} copies differ):\n  {copies}")
+            problems = listed(wrong, 12, "\n  ")
+            raise RuntimeError(f"KV scales did not arrive in the engine ({len(wrong)} copies differ):\n  {problems}")
 
     def _tensors(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the tensors of scales on the device (q, k, v of each layer) and on the host (k and v of each)."""

@@ -1,13 +1,13 @@
 """`SyncAuditCallback`: compares the policy with the engine after each weight sync. Works with TRL's own trainers, too.
 
-TRL hands each tensor to vLLM's loader and does not check that it arrives. The audit rounds or quantizes each tensor of
-the policy once more, cuts it as the engine fuses and shards it, and compares the result with the tensor that the
-engine computes with.
+TRL hands each tensor to vLLM's loader and does not check that the tensor arrives. The audit rounds or quantizes each
+tensor of the policy once more, cuts it as the engine fuses and shards it, and compares the result with the tensor that
+the engine computes with (`_differences`).
 
     when      after each `sync_weights`, and before a generation if there was no audit in this step yet
     adapters  TRL merges adapters into the policy for a sync, and subtracts them afterwards. The subtraction rounds the
-              weight, and merging again for the audit rounds it once more. So a merged weight may differ from the
-              engine's by these two roundings (`MERGE_TOLERANCE`). This package's own sync restores the weight exactly
+              weight, and merging again for the audit rounds the weight once more. So a merged weight may differ from
+              the engine's by these two roundings (`MERGE_TOLERANCE`). This package's own sync restores weights exactly
 
 Tensors are compared one at a time, so without adapters the audit needs memory for two copies of the largest tensor. A
 merged weight takes some more, two of them in FP32.
@@ -44,7 +44,7 @@ logger = get_logger(__name__)
 
 ON_DIFFERENCE = "raise", "warn"
 # Allowed difference of a merged weight: this many eps of (|base| + |merged|). Unmerging rounds the base and merging
-# rounds the result, each by at most eps / 2. So 2 leaves a factor of four
+# rounds the result, each by at most eps / 2. So 2 is four times the largest rounding error
 MERGE_TOLERANCE = 2
 
 
@@ -111,7 +111,7 @@ class SyncAuditCallback(TrainerCallback):
         self.audit()
 
     def _generate(self, generate: Callable[..., tuple], *args: Any, **kwargs: Any) -> tuple:
-        # A sleeping engine has no weights to compare. TRL syncs when it wakes the engine, and `_sync` audits
+        # A sleeping engine has no weights to compare. TRL syncs when it wakes the engine, and `_sync` audits that sync
         asleep = self._generation.enable_sleep_mode and self._generation._llm_weights_sleeping
         if not asleep and self._audited_step != self._trainer.state.global_step:
             self.audit()
@@ -148,7 +148,8 @@ class SyncAuditCallback(TrainerCallback):
 
     def _differences(self) -> list[str]:
         """Return one line for each tensor of this rank's engine that differs. Collective."""
-        model, recipe = self._generation.model, self._recipe
+        model = self._generation.model
+        recipe = self._recipe
         if self._layout is None:
             buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(model)}
             self._layout = engine_layout(upstream.engine_model(self._generation.llm), recipe.linears, buffers)
@@ -165,22 +166,26 @@ class SyncAuditCallback(TrainerCallback):
             piece = pieces[name]
             in_engine = piece.of_engine()
             expected = piece.of_sent(tensor).to(in_engine.device).reshape(in_engine.shape)
+            digests[name] = digest(expected.to(in_engine.dtype))
             tolerance = None
             if base is not None:
                 rounding = MERGE_TOLERANCE * torch.finfo(base.dtype).eps
                 full_tolerance = rounding * (base.float().abs() + tensor.float().abs())
                 tolerance = piece.of_sent(full_tolerance).to(in_engine.device).reshape(in_engine.shape)
-            digests[name] = digest(expected.to(in_engine.dtype))
             difference = _difference(expected, in_engine, tolerance)
-            if difference is not None:
-                # If the engine still has the tensor of the last audit, this sync did not write it
-                is_old = name in self._digests and bool(digest(in_engine) == self._digests[name])
-                lines.append(f"{name} {difference}{', and still has the values of the sync before' if is_old else ''}")
+            if difference is None:
+                continue
+            line = f"{name} {difference}"
+            # If the engine still has the tensor of the last audit, this sync did not write the tensor
+            if name in self._digests and bool(digest(in_engine) == self._digests[name]):
+                line += ", and still has the values of the sync before"
+            lines.append(line)
 
         # 2. Tensors that the engine derives from its weights, and tensors that the policy does not have
         for name, piece in pieces.items():
             if piece.derived is not None:
-                if difference := _difference(piece.derived(), piece.of_engine()):
+                difference = _difference(piece.derived(), piece.of_engine())
+                if difference is not None:
                     lines.append(f"{name}, which vLLM derives from other weights, {difference}")
             elif name not in digests and not self._is_tied(piece):
                 lines.append(f"{name} is not in the policy")
@@ -188,7 +193,9 @@ class SyncAuditCallback(TrainerCallback):
         return lines
 
     def _is_tied(self, piece: Piece) -> bool:
-        """Return whether `piece` is a head that the policy ties to its embeddings, with their values. Collective."""
+        """Return whether `piece` is an output head that has the values of the embeddings, to which the policy ties the
+        head. Collective.
+        """
         head = self._generation.model.get_output_embeddings()
         embeddings = self._generation.model.get_input_embeddings()
         if not piece.name.endswith("lm_head.weight") or head is None or head.weight is not embeddings.weight:
@@ -205,12 +212,13 @@ class SyncAuditCallback(TrainerCallback):
         valid only until the next one is requested.
         """
         recipe = self._recipe
-        # `_merged` puts bases here while `by_scale` consumes it. `by_scale` yields a weight that is not FP8 before it
-        # pulls the next weight, so that its base is still here
+        # `by_scale` pulls weights from `_merged`, which puts their bases here. `by_scale` yields a weight that is not
+        # FP8 before it pulls the next weight, so the base of the yielded weight is still here
         bases: dict[str, Tensor] = {}
         for weights in by_scale(self._merged(bases), recipe, recipe.fp8_tensors, copy=True):
             if recipe.fp8_tensors.issuperset(weights):
-                # Without a tolerance: only this package's sync sends FP8, and it restores base weights bit for bit
+                # These tensors need no tolerance, and so no base: only this package's sync sends FP8, and this sync
+                # restores base weights bit for bit
                 rounded = [weight.to(torch.bfloat16) for weight in weights.values()]
                 quantized = quantize_fused(rounded, recipe.format, recipe.scale_format)
                 for name, codes in zip(weights, quantized, strict=True):
@@ -226,45 +234,49 @@ class SyncAuditCallback(TrainerCallback):
     def _merged(self, bases: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield `(checkpoint name, full tensor)` of the policy, with its adapters merged.
 
-        For each weight that has an adapter, put a copy of the weight without it into `bases`.
+        For each weight that has an adapter, put a copy of the weight without the adapter into `bases`.
         """
         model, dist = self._generation.model, self._generation._dist
-        adapted = is_peft_model(model)
+        is_adapted = is_peft_model(model)
         reshard(model, dist)
-        with dist.gather_params(list(model.parameters()) if adapted else []):
-            adapters = adapters_of_parameters(model) if adapted else {}
+        # Gather all parameters of a PEFT model at once, because merging needs the adapters, too. Otherwise gather them
+        # one at a time
+        with dist.gather_params(list(model.parameters()) if is_adapted else []):
+            adapters = adapters_of_parameters(model) if is_adapted else {}
             for name, parameter in model.named_parameters():
                 if of_adapter(name, model):
                     continue
                 layers = adapters.get(id(parameter), ())
                 if layers:
                     bases[checkpoint_name(name)] = self._whole(parameter).clone()
-                with dist.gather_params([] if adapted else [parameter]), merged(layers):
+                with dist.gather_params([] if is_adapted else [parameter]), merged(layers):
                     yield checkpoint_name(name), self._whole(parameter)
 
     def _whole(self, parameter: nn.Parameter) -> Tensor:
         """Return the whole of a parameter, gathered if FSDP2 shards it. Collective."""
         tensor = parameter.detach()
-        return tensor.to(self._generation.accelerator.device).full_tensor() if isinstance(tensor, DTensor) else tensor
+        if isinstance(tensor, DTensor):
+            return tensor.to(self._generation.accelerator.device).full_tensor()
+        return tensor
 
 
 def _difference(expected: Tensor, in_engine: Tensor, tolerance: Tensor | None = None) -> str | None:
-    """Describe how `in_engine` differs from `expected`, rounded to the engine's dtype. None if it does not.
+    """Describe how `in_engine` differs from `expected`, rounded to the engine's dtype. Return None if they are equal.
 
     With a `tolerance` (same shape) the engine's number passes if it lies between `expected - tolerance` and
     `expected + tolerance`, both rounded to the engine's dtype. Rounding is monotonic.
     """
-    if tolerance is None:
-        rounded = expected.to(in_engine.dtype)
-        if in_engine.dtype.itemsize == 1:  # FP8 codes and exponents are compared byte by byte: NaN equals NaN
-            wrong = rounded.view(torch.uint8) != in_engine.view(torch.uint8)
-        else:
-            wrong = rounded != in_engine
+    dtype = in_engine.dtype
+    if tolerance is not None:
+        lowest = (expected.float() - tolerance).to(dtype)
+        highest = (expected.float() + tolerance).to(dtype)
+        wrong = ~((lowest <= in_engine) & (in_engine <= highest))  # negated, so that NaN counts as wrong
+    elif dtype.itemsize == 1:  # FP8 codes and exponents are compared byte by byte: NaN equals NaN
+        wrong = expected.to(dtype).view(torch.uint8) != in_engine.view(torch.uint8)
     else:
-        low, high = ((expected.float() + sign * tolerance).to(in_engine.dtype) for sign in (-1, 1))
-        wrong = ~((low <= in_engine) & (in_engine <= high))  # negated, so that NaN counts as wrong
+        wrong = expected.to(dtype) != in_engine
     count = int(wrong.sum())
     if not count:
         return None
-    largest = (expected.to(in_engine.dtype).float() - in_engine.float()).abs().max().item()
+    largest = (expected.to(dtype).float() - in_engine.float()).abs().max().item()
     return f"differs in {count} of {in_engine.numel()} elements, by up to {largest:.2g}"

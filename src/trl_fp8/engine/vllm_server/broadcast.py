@@ -9,7 +9,7 @@
 
 The group exists during one transfer. So a failed transfer leaves nothing behind, a restarted server needs no repair,
 and NCCL takes no GPU memory between transfers. A rank waits at most `SECONDS` for others in each step, except in
-NCCL's own start. That never returns if a rank ends right before it; the server then has to be started again.
+NCCL's own start. NCCL's start never returns if a rank ends right before it; the server then has to be started again.
 `NcclGroup` follows vLLM's weight_transfer/nccl_engine.py, and has never run.
 """
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
 logger = logging.getLogger(__name__)
-SECONDS = 60.0
-BUCKET_BYTES = 256 * 2**20
+SECONDS = 60.0  # the longest wait for other ranks
+BUCKET_BYTES = 256 * 2**20  # most bytes of a broadcast with several tensors
 
 
 class Group(Protocol):
@@ -49,7 +49,10 @@ class Meeting:
     """A rank's access to the store, by which ranks wait for each other. `is_abandoned`: whether to stop waiting."""
 
     def __init__(self, store: TCPStore, rank: int, ranks: int, is_abandoned: Callable[[], bool] = lambda: False):
-        self.store, self.rank, self.ranks, self._is_abandoned = store, rank, ranks, is_abandoned
+        self.store = store
+        self.rank = rank
+        self.ranks = ranks
+        self._is_abandoned = is_abandoned
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
         """Wait until `is_done` returns True. `RuntimeError` after `SECONDS`, or if the transfer is abandoned."""
@@ -64,7 +67,7 @@ class Meeting:
             time.sleep(0.001)
 
     def meet(self, place: str, problem: str = "") -> None:
-        """Wait until all ranks have called this for `place`. `RuntimeError` on all of them if one has a `problem`."""
+        """Wait until all ranks have called this for `place`. `RuntimeError` on all ranks if one has a `problem`."""
         self.store.set(f"{place} {self.rank}", problem or "none")
         names = [f"{place} {rank}" for rank in range(self.ranks)]
         self.wait(lambda: self.store.check(names), f"to wait for the other ranks of a broadcast ({place})")
@@ -103,12 +106,15 @@ class NcclGroup:
     def __init__(self, meeting: Meeting, device: torch.device):
         from vllm.distributed.weight_transfer import nccl_common
 
-        self._meeting, self._device = meeting, device
-        self._library, self._connect = nccl_library(), nccl_common.uid_init_process_group
+        self._meeting = meeting
+        self._device = device
+        self._library = nccl_library()
+        self._connect = nccl_common.uid_init_process_group
         self._stream = torch.cuda.Stream(device)
 
     def start(self) -> None:
-        meeting, name = self._meeting, "NCCL's identifier"
+        meeting = self._meeting
+        name = "NCCL's identifier"  # its key in the store
         if meeting.rank == 0:
             meeting.store.set(name, bytes(self._library.ncclGetUniqueId()).hex())
         meeting.wait(lambda: meeting.store.check([name]), f"to wait for {name}")
@@ -139,7 +145,7 @@ def nccl_library() -> "NCCLLibrary":
 
 @contextmanager
 def preparing(meeting: Meeting) -> Iterator[None]:
-    """Wait after the block until all ranks have finished theirs. `RuntimeError` on all ranks if one has an error."""
+    """Wait after the block until all ranks have left it. `RuntimeError` on all ranks if the block of a rank fails."""
     try:
         yield
     except Exception as error:  # tell the others, which would wait for this rank in NCCL's start
@@ -155,9 +161,17 @@ def broadcasting(staged: torch.Tensor, table: Table, host: str, workers: int) ->
     `host`: the address by which workers reach this host. An error in the block ends the thread. `RuntimeError` after
     the block if the trainer's end failed.
     """
-    listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port, limit = listener.getsockname()[1], timedelta(seconds=SECONDS)
-    store = TCPStore(host, port, None, True, limit, False, master_listen_fd=listener.detach())
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)  # 0: any free port
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     is_abandoned = threading.Event()
     meeting = Meeting(store, 0, workers + 1, is_abandoned.is_set)
     failures: list[str] = []  # texts: an exception, in a cycle of references, would keep the store's port open
@@ -193,12 +207,13 @@ def broadcasting(staged: torch.Tensor, table: Table, host: str, workers: int) ->
 def received(
     table: Table, device: torch.device, rank: int, host: str, port: int, ranks: int, most_bytes: int, nccl: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, tensor)` as they arrive, in memory that later tensors reuse. `rank`: this worker's.
+    """Yield `(name, tensor)` as tensors arrive, in memory that later tensors reuse. `rank`: the rank of this worker.
 
-    If the caller closes the iterator early, it still takes the remaining broadcasts, in which the other ranks wait.
+    If the caller closes the iterator early, the iterator still takes part in the remaining broadcasts, in which the
+    other ranks wait.
     """
     try:
-        store = TCPStore(host, port, None, False, timedelta(seconds=SECONDS), False)
+        store = TCPStore(host, port, timeout=timedelta(seconds=SECONDS), wait_for_workers=False)
         own_address = address_towards(host, port)
     except Exception as error:
         raise RuntimeError(

@@ -1,6 +1,7 @@
 """The trainer's client for updates of a server. Completions come through TRL's `VLLMClient`.
 
-Nothing is retried here: TRL's client repeats a POST after 500, 502 and 503, but the first may have changed weights.
+Nothing is retried here. TRL's client repeats a POST after 500, 502 and 503, but the first POST may have changed
+weights.
 """
 
 import errno
@@ -38,7 +39,8 @@ class Control(HTTPVLLMWeightSyncClient):
 
     def __init__(self, base_url: str, timeout: float = 300, token: str | None = None):
         super().__init__(base_url, timeout)
-        self._numbers = count(secrets.randbits(40))  # two trainers may have seeded `random` equally
+        # Numbers of RPCs. Not from `random`, because two trainers may have seeded it equally
+        self._numbers = count(secrets.randbits(40))
         token = os.environ.get(TOKEN, "") if token is None else token
         self._headers = {TRAINER: secrets.token_hex(8)}
         if token:
@@ -111,8 +113,9 @@ class Control(HTTPVLLMWeightSyncClient):
                 "prints."
             )
         if answer.status_code == 507:
-            raise OSError(errno.ENOSPC, answer.text[:300], f"{self.base_url}/{path}")  # the server's disk
+            raise OSError(errno.ENOSPC, answer.text[:300], f"{self.base_url}/{path}")  # the server's folder is full
         if answer.status_code != 200:
-            kind = ServerGone if answer.status_code >= 500 else RuntimeError  # from vLLM if its engine has died
+            # vLLM answers with 500 and more if its engine has died
+            kind = ServerGone if answer.status_code >= 500 else RuntimeError
             raise kind(f"{self.base_url}/{path}: {answer.status_code}, {answer.text[:300]}")
         return answer.json()

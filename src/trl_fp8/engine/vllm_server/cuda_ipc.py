@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from .staging import Table, views
 
 
-# Parameters of `rebuild_cuda_tensor` that travel in a handle: bytes, as hex digits, and numbers. `tensor_size` and
-# `storage_device` follow from its "bytes" and "gpu"; the others are constants
+# Parameters of `rebuild_cuda_tensor` that travel in a handle: those of bytes as hex digits, and numbers. `tensor_size`
+# and `storage_device` follow from "bytes" and "gpu" of the handle; the other parameters are constants
 HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
 NUMBERS = ("tensor_offset", "storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
 
@@ -32,7 +32,7 @@ def gpu_index(gpu: str) -> int | None:
 
 
 def why_unreached(transport: str, gpu: str, device: torch.device) -> str:
-    """Return why `transport` brings no policy to the worker on `device`, and the remedy; empty if it does.
+    """Return why `transport` brings no policy to the worker on `device`, and the remedy; empty if it brings one.
 
     `gpu`: the UUID of the trainer's GPU; empty if the policy is on a CPU.
     """
@@ -48,16 +48,22 @@ def why_unreached(transport: str, gpu: str, device: torch.device) -> str:
 
 
 def exported(staged: torch.Tensor) -> dict:
-    """Return a handle of a buffer of bytes on a GPU. Each reader needs its own: torch counts one reader per call."""
+    """Return a handle of a buffer of bytes on a GPU. Each reader needs a call of its own: torch counts the calls."""
     _, arguments = reduce_tensor(staged)
-    found = dict(zip(signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
-    handle = {"gpu": gpu_of(staged), "bytes": staged.numel()} | {name: found[name] for name in NUMBERS}
-    return handle | {name: found[name].hex() for name in HANDLES}
+    by_name = dict(zip(signature(rebuild_cuda_tensor).parameters, arguments, strict=True))
+    handle = {"gpu": gpu_of(staged), "bytes": staged.numel()}
+    for name in NUMBERS:
+        handle[name] = by_name[name]
+    for name in HANDLES:
+        handle[name] = by_name[name].hex()
+    return handle
 
 
 def imported(handle: dict, index: int) -> torch.Tensor:
-    """Return the other process's buffer that a handle refers to. `index`: the one that its GPU has in this process."""
-    found = {name: handle[name] for name in NUMBERS} | {name: bytes.fromhex(handle[name]) for name in HANDLES}
+    """Return the other process's buffer that a handle refers to. `index`: the index of its GPU in this process."""
+    arguments = {name: handle[name] for name in NUMBERS}
+    for name in HANDLES:
+        arguments[name] = bytes.fromhex(handle[name])
     return rebuild_cuda_tensor(
         tensor_cls=torch.Tensor,
         tensor_size=(handle["bytes"],),
@@ -66,7 +72,7 @@ def imported(handle: dict, index: int) -> torch.Tensor:
         dtype=torch.uint8,
         storage_device=index,
         requires_grad=False,
-        **found,
+        **arguments,
     )
 
 

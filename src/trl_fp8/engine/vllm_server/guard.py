@@ -3,13 +3,14 @@
 token    Endpoints that change state require the token; for others use vLLM's --api-key. Unknown endpoints are refused,
          except to read (GET, HEAD).
 update   A trainer pauses the server, sends its weights, compares checksums, and resumes. Meanwhile, and before the
-         first update, requests for completions wait here. After `TRL_FP8_WAIT` seconds they get status 503. So do
-         requests that vLLM has paused, which vLLM would let wait for ever.
+         first update, requests for completions wait here. After `TRL_FP8_WAIT` seconds they get status 503. Requests
+         that vLLM has paused also get status 503, because vLLM would let them wait for ever.
 upload   A trainer whose files the workers cannot see sends them here, in chunks (uploads.py). vLLM does not see them.
 hang     vLLM's /health answers even if the engine hangs. So if a request waits long, the guard calls the workers. If
          they do not answer, the request gets status 504.
-order    One call at a time, all from one trainer: pause, start, update, finish, resume. vLLM's workers raise at any
-         other order, and with several workers an error puts all later answers out of order (receiver.py).
+order    One call at a time, all calls of an update from one trainer: pause, start, update, finish, resume. vLLM's
+         workers raise at any other order, and with several workers an error puts all later answers out of order
+         (receiver.py).
 """
 
 import asyncio
@@ -40,8 +41,9 @@ CONTROL = (  # endpoints that change state
     "/finish_weight_update",
     UPLOAD,
 )
-# Seconds that a request waits before the guard calls the workers, and that they may take to answer. They answer
-# between two steps of the engine. Both together are less than TRL's asynchronous trainer waits (600 s)
+# Seconds that a request waits before the guard calls the workers, and also the seconds that the workers may take to
+# answer. They answer between two steps of the engine. Both times together are less than TRL's asynchronous trainer
+# waits (600 s)
 ENGINE_SECONDS = 240.0
 MAX_BODY_BYTES = 64 * 2**20  # the largest body is a model's tensor table, 10 MB for 100,000 tensors
 
@@ -87,7 +89,7 @@ class Guard:
         self._trainer = b""  # the trainer that paused the server last
         self._control_lock = asyncio.Lock()
         self._uploads = Uploads(os.environ.get(FOLDER, DEFAULT_FOLDER))
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # sets `_abandoned`
         self._question: asyncio.Future | None = None  # latest call of the workers, see `_engine_hangs`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,12 +183,13 @@ class Guard:
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write a chunk of a trainer's file, and answer with the file's path."""
         chunk = bytearray()
-        message = {"more_body": True}
-        while message.get("more_body") and len(chunk) <= MAX_CHUNK_BYTES:
+        has_more = True
+        while has_more and len(chunk) <= MAX_CHUNK_BYTES:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return  # an incomplete chunk is not written
             chunk += message.get("body", b"")
+            has_more = message.get("more_body", False)
         try:
             if len(chunk) > MAX_CHUNK_BYTES:
                 raise UploadRefused(413, f"a chunk of more than {MAX_CHUNK_BYTES} bytes.")
@@ -225,18 +228,21 @@ class Guard:
 
         async def receive_until_ended() -> Message:
             """Return the client's next message, or a disconnect once the request is ended."""
-            return await _first(receive(), ended.wait()) or {"type": "http.disconnect"}
+            message = await _first(receive(), ended.wait())
+            if message is None:
+                return {"type": "http.disconnect"}
+            return message
 
         request = asyncio.ensure_future(self._app(scope, receive_until_ended, send_unless_ended))
         abandoned = asyncio.ensure_future(self._abandoned.wait())
-        refusal = None
+        ends = (request, abandoned)
+        refusal = None  # status and text of an answer that ends the request
         try:
             while not request.done() and refusal is None:
-                either = (request, abandoned)
-                await asyncio.wait(either, timeout=ENGINE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(ends, timeout=ENGINE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if abandoned.done():
                     refusal = 503, self._reason()
-                elif not request.done() and await self._engine_hangs(scope, either):
+                elif not request.done() and await self._engine_hangs(scope, ends):
                     text = (
                         f"the engine has not answered for {ENGINE_SECONDS:g} seconds: it hangs, although /health "
                         "answers. Look at the log of the server, and at its GPUs; then start it again."
@@ -257,8 +263,9 @@ class Guard:
         """
         if self._question is None or self._question.done():
             self._question = asyncio.ensure_future(scope["app"].state.engine_client.collective_rpc("fp8_bytes"))
-        first = asyncio.FIRST_COMPLETED
-        done, _ = await asyncio.wait((self._question, *ends), timeout=ENGINE_SECONDS, return_when=first)
+        done, _ = await asyncio.wait(
+            (self._question, *ends), timeout=ENGINE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
         return not done
 
     def _reason(self) -> str:
@@ -296,7 +303,8 @@ def _bounded(receive: Receive) -> Receive:
 
 async def _first(message: Awaitable[Message], end: Awaitable) -> Message | None:
     """Return the message; None if `end` completes first."""
-    message_task, end_task = asyncio.ensure_future(message), asyncio.ensure_future(end)
+    message_task = asyncio.ensure_future(message)
+    end_task = asyncio.ensure_future(end)
     try:
         await asyncio.wait((message_task, end_task), return_when=asyncio.FIRST_COMPLETED)
         return message_task.result() if message_task.done() else None

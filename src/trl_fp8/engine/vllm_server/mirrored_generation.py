@@ -64,7 +64,9 @@ class MirroredScales:
     """`sync.records.CarriedValue` of a server: the KV scales of the trainer's engine."""
 
     def __init__(self, own: CarriedValue, store: StagedScales):
-        self.name, self._own, self._store = own.name, own, store
+        self.name = own.name
+        self._own = own
+        self._store = store
 
     @property
     def value(self) -> KVScales | None:
@@ -110,12 +112,13 @@ class MirroredGeneration(FP8VLLMGeneration):
     """
 
     def __init__(self, **kwargs):
-        # Features act on the trainer's engine, once a sync; the server only copies it
+        # Features act on the trainer's engine, once a sync. The server only copies this engine, so it gets no features
         self._server_kwargs = {name: value for name, value in kwargs.items() if name not in ("parts", "after_sync")}
-        self._is_server_behind = True  # the trainer's engine has newer weights
+        self._is_server_behind = True  # whether the trainer's engine has newer weights than the server
         self._sync_of_both: SyncReport | None = None
-        kwargs = {name: value for name, value in kwargs.items() if name != "transport"}
-        super().__init__(**kwargs | {"mode": "colocate", "max_num_seqs": 1})
+        own_kwargs = {name: value for name, value in kwargs.items() if name != "transport"}
+        own_kwargs |= {"mode": "colocate", "max_num_seqs": 1}
+        super().__init__(**own_kwargs)
 
     def _init_vllm(self) -> None:
         refused = "fp8_forward='one_forward' with vllm_mode='server'"
@@ -124,9 +127,10 @@ class MirroredGeneration(FP8VLLMGeneration):
                 f"{refused} on {self.accelerator.device.type}: a server's kernels are not batch invariant there. Set "
                 "vllm_mode='colocate', or fp8_forward='off'."
             )
-        if self.tensor_parallel_size > 1:
+        workers = self.recipe.tensor_parallel_size  # of the server; `self.tensor_parallel_size` is the user's flag
+        if workers > 1:
             raise ValueError(
-                f"{refused}: the server has {self.tensor_parallel_size} workers, which add up parts of each output, "
+                f"{refused}: the server has {workers} workers, which add up parts of each output, "
                 "and the trainer computes whole ones. Start the server with --tensor-parallel-size 1, or set "
                 "fp8_forward='off'."
             )
@@ -151,7 +155,7 @@ class MirroredGeneration(FP8VLLMGeneration):
 
     @property
     def last_sync(self) -> SyncReport | None:
-        """Return the report of the trainer's own sync. Its seconds include the server's sync once that is done."""
+        """Return the report of the trainer's own sync. Once the server's sync is done, its seconds are included."""
         return self.delivery.last if self._is_server_behind else self._sync_of_both
 
     @property

@@ -4,8 +4,11 @@
 strings, numbers, lists and dictionaries: a result that msgpack cannot encode ends the engine's output thread.
 
 Nothing here raises after the start. With several workers vLLM 0.31 stops reading answers at the first error (PR
-#57846), and then takes the remaining ones for answers to the next call. So `Receiver` keeps errors, and `fp8_state`
+#57846), and then takes the remaining answers for answers to the next call. So `Receiver` keeps errors, and `fp8_state`
 returns them. Each answer repeats the number of its call.
+
+The order of calls: `describe`; `init_transfer_engine` for each trainer; and for each sync `start_weight_update`,
+`receive_weights`, `finish_weight_update` and `state`.
 """
 
 import os
@@ -45,21 +48,25 @@ from .staging import ALIGNED, Table, content, read, size_of
 class Receiver(WeightTransferEngine):
     """One worker's end of a transfer. `RuntimeError` at the start if a sync cannot write what a kernel reads."""
 
-    init_info_cls, update_info_cls = dict, dict
+    init_info_cls = dict
+    update_info_cls = dict
     supports_draft_weight_update = False
 
     def __init__(self, *args):
         super().__init__(*args)
         keep_untiled_scales(self.model)
         require_auditable(self.model)
-        self.instance = uuid.uuid4().hex  # a restarted worker has another one, and no policy
-        self.version = -1  # version of the policy in the engine; -1 during an update, and after one that failed
-        self.latest_version = 0  # the highest that a trainer has sent, even if writing it failed
+        self.instance = uuid.uuid4().hex  # a restarted worker has another value, and no policy
+        self.version = -1  # version of the policy in the engine; -1 during an update, and after a failed update
+        self.latest_version = 0  # highest version that a trainer has sent, even if writing it failed
         self.error = ""  # text of the latest update's error
         self.layout = self.constants = Layout([])
-        self.arrived: dict[str, int] = {}  # checksum of each whole tensor as it was read, or after a patch as held
+        # Checksum of each whole tensor as this worker read it. After a patch: checksum of the part that the engine
+        # holds, padded with zeros to the whole tensor
+        self.arrived: dict[str, int] = {}
         self.parts: dict[str, int] = {}  # checksum of this worker's part of each tensor
-        self.split: dict[str, list] = {}  # tensor with a part's checksum in `arrived` -> [which part, elements in it]
+        # Tensor whose checksum in `arrived` is that of a part -> [which part, number of elements in this part]
+        self.split: dict[str, list] = {}
         self.seconds = 0.0  # CPU time of the latest update
         self._trainer = ""  # name of the trainer that connected last
         self._table: Table = {}
@@ -75,10 +82,18 @@ class Receiver(WeightTransferEngine):
         """
         of_policy = engine_layout(self.model, set(linears), set(buffers))
         layers = [module for module in self.model.modules() if isinstance(module, Added)]
-        added = [piece for layer in layers for piece in layer.pieces()]
-        self.layout = Layout([*of_policy.pieces.values(), *added])
+        pieces = list(of_policy.pieces.values())
+        facts_of_added = {}
+        for layer in layers:
+            pieces += layer.pieces()
+            facts_of_added |= layer.facts()
+        self.layout = Layout(pieces)
         self.constants = constants_layout(self.model, self.layout)
         scaling = activation_scaling(self.model)
+        fp8_cache = []  # layers with an FP8 cache
+        for layer, module in attention_layers(self.model).items():
+            if module.kv_cache_dtype.startswith("fp8"):
+                fp8_cache.append(layer)
         sent = [piece for piece in self.layout.pieces.values() if piece.derived is None]
         return {
             "instance": self.instance,
@@ -88,25 +103,24 @@ class Receiver(WeightTransferEngine):
             "scale_format": os.environ.get(SCALES),
             "host": [current_platform.get_device_name(), vllm.__version__, str(torch.__version__)],  # plain strings
             "query_rounded": bool(quantizes_query(self.model)),
-            "fp8_cache": [
-                layer
-                for layer, module in attention_layers(self.model).items()
-                if module.kv_cache_dtype.startswith("fp8")
-            ],
+            "fp8_cache": fp8_cache,
             "context": self.vllm_config.model_config.max_model_len,
             "numbers": numbers_of(self.vllm_config.model_config.hf_text_config),
             "tensors": {piece.name: str(piece.dtype).removeprefix("torch.") for piece in sent},
             "derived": [piece.name for piece in self.layout.derived],
-            "added": {name: fact for layer in layers for name, fact in layer.facts().items()},
+            "added": facts_of_added,
         }
 
     def sees(self, path: str, text: str) -> str:
         """Return why this worker does not read a trainer's file with this text; empty if it does."""
         try:
             _require_in_folder(path)
-            return "" if content(path, len(text)) == text.encode() else f"{path} has another content"
+            found = content(path, len(text))
         except ValueError as error:
             return str(error)
+        if found != text.encode():
+            return f"{path} has another content"
+        return ""
 
     def most_bytes(self) -> int:
         """Return the most bytes of a trainer's file with what this worker holds of a policy; 0 before `describe`."""
@@ -140,12 +154,14 @@ class Receiver(WeightTransferEngine):
 
     def _note_patched(self, sums: Mapping[str, int]) -> None:
         """Compute checksums of patched tensors from what the engine holds: the trainer compares them with its own."""
-        tensors = self.layout.held if self._patched else {}
+        if not self._patched:
+            return
+        tensors = self.layout.held  # read once: each access looks up all parameters
         for name in self._patched:
-            shape = self._table[name][1]
+            _, shape, _ = self._table[name]
             piece = self.layout.pieces[name]
             self.parts[name] = self.arrived[name] = sums[name]
-            if not weight_patches.covers(piece, shape):
+            if not weight_patches.covers(piece, shape):  # this worker holds a part of the tensor
                 whole, elements = weight_patches.padded_to_whole(piece, tensors[name], shape)
                 self.arrived[name] = int(digest(whole))
                 self.split[name] = [str((piece.sent, piece.zero)), elements]
@@ -227,7 +243,10 @@ class Receiver(WeightTransferEngine):
         self._written = version
 
     def _write_whole(self, whole: dict, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.arrived, self.parts, self.split, self._patched = {}, {}, {}, set()
+        self.arrived = {}
+        self.parts = {}
+        self.split = {}
+        self._patched = set()
         with closing(self._sent(**whole)) as sent:
             for name, found in sent:
                 tensor = found.to(self.device)
@@ -235,7 +254,10 @@ class Receiver(WeightTransferEngine):
                 # Checksums of what was read, not of the engine's copy: the trainer compares `arrived` with what it
                 # staged, and `state` compares `parts` with what the engine holds
                 self.arrived[name] = int(digest(tensor))
-                self.parts[name] = self.arrived[name] if part is tensor else int(digest(part))
+                if part is tensor:  # this worker holds the whole tensor
+                    self.parts[name] = self.arrived[name]
+                else:
+                    self.parts[name] = int(digest(part))
                 tensors[name].copy_(part.view_as(tensors[name]))
 
     def _sent(
@@ -261,7 +283,8 @@ class Receiver(WeightTransferEngine):
         found = weight_patches.decoded(content(file, size), sha256, counts, self._table)
         self._written = -1
         for name, changes in found.items():
-            weight_patches.write(self.layout.pieces[name], tensors[name], changes, self._table[name][1])
+            _, shape, _ = self._table[name]
+            weight_patches.write(self.layout.pieces[name], tensors[name], changes, shape)
         self._patched |= found.keys()
 
 
@@ -297,8 +320,9 @@ class WorkerExtension:
         return _answer(number, lambda: {"why_not": why_unreached(transport, gpu, device)})
 
     def fp8_bytes(self) -> int:
-        """Return `Receiver.most_bytes` to the guard, or 0 after an error: nothing is uploaded then."""
-        return _answer(0, lambda: {"bytes": self.weight_transfer_engine.most_bytes()}).get("bytes", 0)
+        """Return `Receiver.most_bytes` to the guard. After an error return 0, with which the guard takes no upload."""
+        answer = _answer(0, lambda: {"bytes": self.weight_transfer_engine.most_bytes()})
+        return answer.get("bytes", 0)
 
     def fp8_begin(self) -> None:
         """Forget an update that a trainer left open: vLLM's worker would raise at the start of the next one."""
@@ -306,7 +330,7 @@ class WorkerExtension:
 
 
 def _answer(number: int, question: Callable[[], dict]) -> dict:
-    """Return what `question` returns, and `number`; after an error its text under "failed" instead."""
+    """Return `number` and what `question` returns; or, if it raises, `number` and the text of the error ("failed")."""
     try:
         return {"number": number, **question()}
     except Exception as error:  # of any kind, as in `_note_errors`

@@ -31,7 +31,7 @@ class SeededClient(VLLMClient):
     """TRL's client with one request and one seed for each prompt.
 
     A server's own generators go on from run to run, so that a resumed run would sample other tokens. If a prompt has
-    several completions, vLLM adds the number of each to the seed of their request.
+    several completions, vLLM adds the number of each completion to the seed of the request.
     """
 
     _seed: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class SeededClient(VLLMClient):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         for scheme in ("http://", "https://"):
-            retries = self.session.get_adapter(scheme).max_retries  # TRL's
+            retries = self.session.get_adapter(scheme).max_retries  # as TRL has set them
             self.session.mount(scheme, KeptAlive(max_retries=retries, pool_maxsize=CONCURRENT))
 
     def set_seed(self, seed: tuple[int, ...]) -> None:
@@ -51,14 +51,15 @@ class SeededClient(VLLMClient):
         options.pop("features", None)
         requests = []
         for index, prompt in enumerate(prompts):
-            state = np.random.SeedSequence([*self._seed, index]).generate_state(1, np.uint64)
-            seeded = {**(generation_kwargs or {}), "seed": int(state[0]) >> 2}
+            [number] = np.random.SeedSequence([*self._seed, index]).generate_state(1, np.uint64)
+            seed = int(number) >> 2  # fits in int64, also with the number of a completion added
+            seeded = {**(generation_kwargs or {}), "seed": seed}
             requests.append({"prompts": [prompt], "generation_kwargs": seeded, **options})
         self.failure = None
         answers = []
         try:
             answers = self._answers(requests)
-        except Exception as error:  # TRL raises `Exception`. Other ranks wait, so `ServerGeneration` raises on all
+        except Exception as error:  # of any kind, as TRL raises `Exception`. `ServerGeneration` raises on all ranks
             self.failure = f"{type(error).__name__}: {error}"
         if not answers:  # after an error, or without prompts
             empty = [[] for _ in range(len(prompts) * options.get("n", 1))]
@@ -73,16 +74,17 @@ class SeededClient(VLLMClient):
 
     def _answers(self, requests: Sequence[dict]) -> list[dict]:
         """Return the answer to each request. A request is the keyword arguments of TRL's `generate`."""
+        generate = super().generate  # TRL's method, not the one above
         with ThreadPoolExecutor(CONCURRENT) as executor:
-            return list(executor.map(lambda request: super(SeededClient, self).generate(**request), requests))
+            return list(executor.map(lambda request: generate(**request), requests))
 
 
 class DividedClient(SeededClient):
-    """Client of the servers of an engine. Each prompt goes to the server with the fewest requests in flight; among
-    equals, to the server that was sent the fewest so far.
+    """Client of the servers of an engine. Each prompt goes to the server with the fewest requests in flight. Among
+    servers with equally many, it goes to the server that was sent the fewest requests so far.
 
-    A server that fails is left out. Its prompts go to the others with the same seeds, even those that it has answered,
-    because nobody can verify any more which policy it sampled from.
+    A server that fails is left out. Its prompts go to the other servers with the same seeds, even prompts that the
+    server has answered, because nobody can verify any more which policy it sampled from.
     """
 
     def __init__(self, engine: StagedEngine, timeout: float):
@@ -104,21 +106,27 @@ class DividedClient(SeededClient):
         return not set(self._answered).issubset(self._engine.serving)
 
     def _answers(self, requests: Sequence[dict]) -> list[dict]:
-        self._answered, answers = [None] * len(requests), [{}] * len(requests)
+        answers = [{}] * len(requests)
+        self._answered = [None] * len(requests)
         while self.has_lost_answers():  # at first True: no prompt has a server
             serving = self._engine.serving
             due = [index for index, server in enumerate(self._answered) if server not in serving]
             with ThreadPoolExecutor(CONCURRENT * len(serving)) as executor:
                 new_answers = executor.map(lambda index: self._answer(requests[index]), due)
                 for index, (server, answer) in zip(due, new_answers, strict=True):
-                    self._answered[index], answers[index] = server, answer
+                    answers[index] = answer
+                    self._answered[index] = server
         return answers
 
     def _answer(self, request: dict) -> tuple[ServerLink, dict]:
         """Return a server and its answer to a request. If the last server that is left fails, raise its error."""
+
+        def load(server: ServerLink) -> tuple[int, int]:
+            return self._in_flight[server], self._sent[server]
+
         while True:
             with self._lock:
-                server = min(self._engine.serving, key=lambda each: (self._in_flight[each], self._sent[each]))
+                server = min(self._engine.serving, key=load)
                 self._in_flight[server] += 1
                 self._sent[server] += 1
             try:

@@ -31,7 +31,7 @@ def shapes_beside(base_url: str, parts: Sequence[EnginePart], facts: Mapping[str
     """Return name -> shape of the tensors that a sync sends to layers which the server has added to the model.
 
     The part that needs such layers computes the shapes from `facts` (`layout.Added.facts`). `ValueError` if no part
-    does.
+    needs the layers that the server has.
     """
     for part in parts:
         shapes = part.served(base_url, facts)
@@ -53,16 +53,23 @@ def require_tensors(
     `beside`: names of further tensors that a sync sends (`shapes_beside`).
     """
     fp8 = {recipe.engine_name(name) for name in recipe.fp8_tensors}
+    scales = {recipe.scale_name(name) for name in recipe.fp8_tensors}
     names = {recipe.engine_name(name) for name in outline_of(policy).parameters}
     names |= {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
-    scales = {recipe.scale_name(name) for name in recipe.fp8_tensors}
-    names |= scales.union(map(recipe.engine_name, beside))
+    names |= {recipe.engine_name(name) for name in beside}
+    names |= scales
+    fp8_on_one_side = set()
+    for name in names & server.keys():
+        is_fp8_in_server = server[name] == FP8
+        if is_fp8_in_server != (name in fp8):
+            fp8_on_one_side.add(name)
+    scale_dtype = recipe.format.scale_dtype
     problems = {
         "are in the policy and not in the server": names - server.keys(),
         "are in the server and not in the policy": server.keys() - names,
-        "are FP8 on one side only": {n for n in names & server.keys() if (n in fp8) != (server[n] == FP8)},
-        f"are scales in another dtype than {recipe.format.scale_dtype}": {
-            n for n in scales & server.keys() if server[n] != recipe.format.scale_dtype
+        "are FP8 on one side only": fp8_on_one_side,
+        f"are scales in another dtype than {scale_dtype}": {
+            name for name in scales & server.keys() if server[name] != scale_dtype
         },
     }
     texts = [f"{len(which)} tensors {what}: {listed(sorted(which), 4)}" for what, which in problems.items() if which]
@@ -97,14 +104,15 @@ def require_cache(base_url: str, cached: Collection[int], recipe: FP8Recipe, ser
 
 
 def differences(one: dict, other: dict) -> str:
-    """Return names and both values of the entries that differ, also in nested dictionaries; empty if none does."""
+    """Return names and both values of the entries that differ, also in nested dictionaries; empty if none differ."""
     texts = []
     for name in sorted(one.keys() | other.keys()):
-        values = one.get(name), other.get(name)
-        if values[0] == values[1]:
+        first = one.get(name)
+        second = other.get(name)
+        if first == second:
             continue
-        if all(isinstance(value, dict) for value in values):
-            texts.append(f"{name} ({differences(*values)})")
+        if isinstance(first, dict) and isinstance(second, dict):
+            texts.append(f"{name} ({differences(first, second)})")
         else:
-            texts.append(f"{name} {values[0]!r}, {values[1]!r}")
+            texts.append(f"{name} {first!r}, {second!r}")
     return listed(texts, 4)

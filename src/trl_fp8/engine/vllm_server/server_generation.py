@@ -1,7 +1,7 @@
 """`ServerGeneration`: `RolloutEngine` whose rollouts come from vLLM servers that `trl-fp8 serve` started.
 
-TRL's client requests completions. Only the first rank talks to servers; all ranks share them, and call every method
-together.
+TRL's client requests completions. Only the first rank talks to servers. All ranks share the servers, and call every
+method together.
 """
 
 import os
@@ -58,8 +58,17 @@ class ServerGeneration(DeliveredGeneration):
             self.replicas = Replicas(self.accelerator.process_index, 1, all_reduce_max, all_reduce_max)
         folder = os.environ.get(FOLDER) or DEFAULT_FOLDER
         device = self.accelerator.device if self.accelerator.device.type != "cpu" else None
-        options = self.server_timeout, device, self._of_first, self.parts, self._transport
-        self.engine = StagedEngine(controls, self.model, self.recipe, folder, *options)
+        self.engine = StagedEngine(
+            controls,
+            self.model,
+            self.recipe,
+            folder,
+            patience=self.server_timeout,
+            device=device,
+            of_first=self._of_first,
+            parts=self.parts,
+            transport=self._transport,
+        )
         self.engine.on_first(self._connect)
         for server in self.engine.servers:
             self.accelerator.print(f"Weights travel to {server.base_url} by {server.transport.name}.")
@@ -142,9 +151,9 @@ class ServerGeneration(DeliveredGeneration):
         """
         self.delivery.verify()
         current = self._occasion
-        calls = {}  # `_calls` without those of earlier steps
+        calls = {}  # `_calls` without the occasions of earlier steps
         for occasion, count in self._calls.items():
-            if (occasion.run_seed, occasion.step) == (current.run_seed, current.step):
+            if occasion.run_seed == current.run_seed and occasion.step == current.step:
                 calls[occasion] = count
         calls[current] = calls.get(current, 0) + 1
         self._calls = calls
@@ -154,7 +163,8 @@ class ServerGeneration(DeliveredGeneration):
         while is_due:
             output = super().generate(prompts, images, num_generations, profiler)
             self._require_generated()
-            self.delivery.verify()  # once more: requests in flight go on with the weights of another trainer's sync
+            # Verify again: requests in flight would go on with the weights of another trainer's sync
+            self.delivery.verify()
             # Sample again, with the same seeds, if a server was lost before it could be verified
             is_due = len(self._urls) > 1 and self.engine.on_first(lambda: self.vllm_client.has_lost_answers())
         require_same_prompts(prompts, output[0])
@@ -178,7 +188,7 @@ def of_first(value: Any) -> Any:
 def tensor_parallel_size(addresses: str, patience: float, state: Accelerator | PartialState, user_size: int) -> int:
     """Return the number of workers that each server has. It decides which layers can be FP8. Collective.
 
-    All ranks raise.
+    An error of the first rank is raised on all ranks.
 
     Raises:
         ValueError: Servers differ, the token is wrong, or `user_size` (the user's flag) is neither that number nor 1.
@@ -186,7 +196,10 @@ def tensor_parallel_size(addresses: str, patience: float, state: Accelerator | P
     """
     sizes: dict[str, int] = {}
     error: Exception | None = None
-    for url in server_urls(addresses) if state.is_main_process else ():
+    urls = server_urls(addresses)
+    if not state.is_main_process:
+        urls = []  # only the first rank asks the servers
+    for url in urls:
         control = Control(url)
         try:
             control.wait_until_up(patience)

@@ -1,4 +1,8 @@
-"""`ServerLink`: a trainer's link to one vLLM server. It sends the policy, and checks what the workers hold."""
+"""`ServerLink`: a trainer's link to one vLLM server. It sends the policy, and checks what the workers hold.
+
+A sync calls `receive`, which connects, begins an update and pushes; then `sums`, which the audit compares with the
+staged tensors; then `resume`.
+"""
 
 import logging
 import os
@@ -33,7 +37,7 @@ from .transports import Bodies, Broadcast, CudaIpc, Folder, Transport
 from .weight_patches import Patch
 
 
-logger = logging.getLogger(__name__)  # of the one rank that talks to servers
+logger = logging.getLogger(__name__)  # only the rank that talks to servers logs
 
 
 class Control(Protocol):
@@ -61,7 +65,7 @@ class Push:
     staged: torch.Tensor  # the same bytes, on the policy's device
     version: int
     kv_scales: list[list[float]] | None
-    patch: Patch | None = None  # turns version `base` into `version`; None: all has to be sent
+    patch: Patch | None = None  # turns version `base` into `version`; None: the whole policy has to be sent
     base: int | None = None
 
 
@@ -77,16 +81,19 @@ class ServerLink:
         parts: Sequence[EnginePart] = (),
         transport: str = "auto",
     ):
-        self.control, self._policy, self._recipe, self._parts = control, policy, recipe, parts
+        self.control = control
+        self._policy = policy
+        self._recipe = recipe
+        self._parts = parts
         self._transport_flag = transport
         self.base_url = control.base_url
         self.states: list[dict] = []  # the workers' latest `Receiver.state`
         self.constants: list[list[str]] = []  # checksums of buffers that no sync writes, by worker
-        self.patch: Patch | None = None  # what the latest push sent; None: the whole policy
+        self.patch: Patch | None = None  # the patch that the latest push sent; None: the push sent the whole policy
         # The version that the workers hold according to an audit; None: not known. `resume` sets it, because a caller
         # resumes only after its audit has passed
         self.proven: int | None = None
-        self.latest_version = 0  # highest that any trainer had sent when the workers were last described
+        self.latest_version = 0  # highest version that any trainer had sent when the workers were last described
         self._version = 0  # version of the latest push
         self._paused_at: float | None = None
         self._instances: list[str] | None = None  # `Receiver.instance` of the workers that know the staged file
@@ -94,7 +101,7 @@ class ServerLink:
         self._answering: list[str] = []  # `Receiver.instance` of the workers that were last described
         self.described = self._describe(patience)
         self.transport: Transport | None = None
-        self._patches: Transport | None = None  # brings patches; with "auto" the same as `transport`
+        self._patches: Transport | None = None  # brings patches; if the flag is "auto", the same as `transport`
 
     def _describe(self, patience: float) -> dict:
         """Return what `Receiver.describe` returns in all workers. Raise if they differ or do not fit the policy."""
@@ -119,32 +126,42 @@ class ServerLink:
         return first
 
     def _cached_layers(self) -> list[int]:
-        """Return the layers that cache k and v; none unless the recipe's cache is FP8."""
-        return (
-            list(kv_layers_of(caches_of(self._policy.config.get_text_config()))) if self._recipe.fp8_kv_cache else []
-        )
+        """Return the layers that cache k and v. Return no layers if the recipe's cache is not FP8."""
+        if not self._recipe.fp8_kv_cache:
+            return []
+        caches = caches_of(self._policy.config.get_text_config())
+        return list(kv_layers_of(caches))
 
     def receive(self, push: Push, patience: float) -> None:
         """Let the workers copy a push. They generate nothing until `resume`. Waits `patience` seconds for them."""
-        proven, self.proven = self.proven, None
+        proven = self.proven
+        self.proven = None  # until an audit of this push has passed
         is_known = self.connect(push, patience)
-        self.patch = push.patch if is_known and proven is not None and proven == push.base else None
+        # A patch is for workers that are known to hold the version that it changes. Others get the whole policy
+        takes_patch = is_known and proven is not None and proven == push.base
+        self.patch = push.patch if takes_patch else None
         with self.sent(push) as sent:
             self.begin()
             self.push(push, sent)
 
     @contextmanager
     def sent(self, push: Push) -> Iterator[dict]:
-        """Yield where the workers find the patch, or the whole policy if there is no patch or no room for it: the
-        arguments `patch` or `whole` of `Receiver._write`.
+        """Yield the argument `patch` or `whole` of `Receiver._write`, by which the workers find the patch or the whole
+        policy. The whole policy is sent if there is no patch, or no room for it.
         """
+        patch = self.patch
+        sent = {}
         with ExitStack() as transfer:
-            patch, sent = self.patch, {}
             if patch is not None:
                 try:
                     path = transfer.enter_context(self.transport.patch(push.file, patch.body))
-                    sent["patch"] = {"file": path, "size": len(patch.body), "sha256": patch.sha256}
-                    sent["patch"] |= {"counts": patch.counts, "base": push.base}
+                    sent["patch"] = {
+                        "file": path,
+                        "size": len(patch.body),
+                        "sha256": patch.sha256,
+                        "counts": patch.counts,
+                        "base": push.base,
+                    }
                 except OSError as error:
                     logger.warning(
                         f"a patch of {len(patch.body)} bytes was not written ({error}): all is sent instead."
@@ -186,12 +203,13 @@ class ServerLink:
         `ValueError` if that transport does not reach a worker.
         """
         flag = self._transport_flag
-        reached = [] if flag == "auto" else self.control.rpc("fp8_reaches", flag, gpu_of(staged))
-        for rank, answer in enumerate(reached):
-            if answer["why_not"]:
-                raise ValueError(
-                    f"vllm_server_transport={flag!r}: worker {rank} of {self.base_url} {answer['why_not']}."
-                )
+        if flag != "auto":
+            for rank, answer in enumerate(self.control.rpc("fp8_reaches", flag, gpu_of(staged))):
+                if answer["why_not"]:
+                    raise ValueError(
+                        f"vllm_server_transport={flag!r}: worker {rank} of {self.base_url} {answer['why_not']}."
+                    )
+        # Try whether the workers can read a file in the trainer's folder
         folder = os.path.dirname(file.path)
         text = secrets.token_hex(16)
         probe = PatchFile(folder, text.encode())
@@ -201,7 +219,10 @@ class ServerLink:
             probe.remove()
         reasons = [answer["why_not"] for answer in answers if answer["why_not"]]
         before = self._patches
-        self._patches = Bodies(self.control, reasons[0]) if reasons else Folder(folder)
+        if reasons:
+            self._patches = Bodies(self.control, reasons[0])
+        else:
+            self._patches = Folder(folder)
         self.transport = self._patches
         if flag == "broadcast":
             self.transport = Broadcast(self.base_url, len(answers), self._patches)
@@ -268,14 +289,16 @@ class ServerLink:
     def sums(self, elements: dict[str, int]) -> list[int | None]:
         """Return the checksum of each whole tensor as all workers read it. `elements`: name -> number of elements.
 
-        None if workers disagree, if parts are missing, or if a worker's tensor has changed since it was written.
+        A checksum is None if workers disagree, if parts of the tensor are missing, or if a worker's tensor has changed
+        since it was written.
 
         Raises:
             ServerGone: The server was started again since the latest push.
             RuntimeError: A worker has an error or another version. Or tensors have changed that no sync sends
                 (constant buffers and derived tensors).
         """
-        proven, self.proven = self.proven, None
+        proven = self.proven
+        self.proven = None  # until nothing below speaks against it
         if not self._states_are_fresh:
             self._ask()
         self._states_are_fresh = False
@@ -297,20 +320,23 @@ class ServerLink:
     def _agreed_sum(self, name: str, elements: int) -> int | None:
         """Return the checksum of a whole tensor of `elements` elements; None if workers disagree or parts are missing.
 
-        0 would not do for None: it is the checksum of zeros.
+        None and not 0, because 0 is the checksum of zeros.
         """
-        by_part: dict[str, tuple[int, int]] = {}  # which part -> its number of elements and its checksum
+        counts: dict[str, int] = {}  # which part of the tensor -> its number of elements
+        checksums: dict[str, int] = {}  # which part of the tensor -> its checksum
         for state in self.states:
             if name not in state["arrived"]:
                 return None
+            checksum = int(state["arrived"][name])
             part, count = state["split"].get(name, ("all", elements))
-            found = count, int(state["arrived"][name])
-            if by_part.setdefault(part, found) != found:
-                return None
-        if sum(count for count, _ in by_part.values()) != elements:
+            if part in counts and (counts[part], checksums[part]) != (count, checksum):
+                return None  # two workers hold the same part, and differ
+            counts[part] = count
+            checksums[part] = checksum
+        if sum(counts.values()) != elements:
             return None
-        total = sum(checksum for _, checksum in by_part.values())
-        return (total + 2**63) % 2**64 - 2**63  # checksums are added modulo 2**64
+        total = sum(checksums.values())
+        return (total + 2**63) % 2**64 - 2**63  # checksums are int64, and wrap modulo 2**64 when they are added
 
     def resume(self) -> float:
         """Let the server generate. Return the seconds of the pause."""
@@ -336,5 +362,9 @@ class ServerLink:
         self.proven = None
 
     def forget(self) -> None:
-        """Forget what the workers know: the server is gone, and the next sync finds another one, which needs all."""
-        self._instances = self.proven = self._paused_at = None
+        """Forget what the workers know. The server is gone, and the next sync finds a new server, which needs the
+        table of the staged file and the whole policy.
+        """
+        self._instances = None
+        self.proven = None
+        self._paused_at = None

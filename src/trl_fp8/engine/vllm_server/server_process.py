@@ -17,7 +17,9 @@ from trl_fp8.recipe.recipe import recipe_for_model
 from .plugin import BACKEND, FOLDER, SCALES, SWITCH, TOKEN, WAIT
 
 
-UNSET = []  # a list, because vLLM's parser appends to the defaults of some flags (to a copy)
+# Default by which `names_set_by` recognizes a flag that is not set. It is a list, because vLLM's parser appends to a
+# copy of the default of some flags
+UNSET = []
 MOST_BATCHED_TOKENS = 4096  # as TRL sets it for its own engine
 
 
@@ -43,10 +45,18 @@ def server_arguments(
     platform = platform_of()
     sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
     arguments = platform.arguments(recipe, config, **sizes, parts=parts)
-    device = torch.device(platform.name, 0)
+    if revision is not None:
+        arguments.setdefault("revision", revision)  # of a config in which transformers keeps no commit
     with platform.ready(recipe):
-        pinned = pinned_gemm(platform.linear_backends(recipe), recipe, policy, device, None, list, max_num_seqs)
-    arguments |= pinned
+        arguments |= pinned_gemm(
+            platform.linear_backends(recipe),
+            recipe,
+            policy,
+            device=torch.device(platform.name, 0),
+            user=None,
+            agree=list,
+            max_num_seqs=max_num_seqs,
+        )
     if max_model_len is not None:
         arguments["max_model_len"] = max_model_len
     arguments |= {
@@ -80,13 +90,17 @@ def _as_flags(arguments: dict) -> list[str]:
     """Return keyword arguments of `vllm.LLM` as words of vLLM's command line."""
     words = []
     for name, value in arguments.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
-        elif isinstance(value, list):
-            words += [flag, *map(str, value)]
-        else:
-            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+        flag_name = name.replace("_", "-")
+        if value is False:
+            words.append(f"--no-{flag_name}")
+            continue
+        words.append(f"--{flag_name}")
+        if isinstance(value, list):
+            words += [str(item) for item in value]
+        elif isinstance(value, dict):
+            words.append(json.dumps(value))
+        elif value is not True:
+            words.append(str(value))
     return words
 
 
@@ -106,9 +120,9 @@ def names_set_by(words: list[str]) -> set[str]:
     if "--config" in words:
         return {"config"}  # the parser would read this file
     parser = make_arg_parser(RefusingParser())
-    names = vars(parser.parse_args([]))
+    names = vars(parser.parse_args([])).keys()
     parser.set_defaults(**dict.fromkeys(names, UNSET))
     options = vars(parser.parse_args(words))
-    if options["model_tag"] is not UNSET:  # vLLM's name for a word without a flag
+    if options["model_tag"] is not UNSET:  # "model_tag" is vLLM's name for a word without a flag
         raise ValueError(f"trl-fp8 serve takes one MODEL, and {options['model_tag']!r} belongs to no flag. Remove it.")
     return {name for name, value in options.items() if value is not UNSET}

@@ -5,16 +5,17 @@
     layout.sums          checksums of what the workers hold, for the audit
     reset_prefix_cache   let the servers generate again
 
-Only the first rank of a job talks to servers. Other ranks stage the same tensors, and the audit compares them. An
-error of a server is raised on all ranks (`on_first`), or where the ranks agree on errors (sync/delivery.py): a rank
-that raised alone would leave the others waiting.
+Only the first rank of a job talks to servers. Other ranks stage the same tensors, and the audit compares them. All
+ranks raise an error of a server, because a rank that raised alone would leave the others waiting. `on_first` sends the
+error to all ranks. `arrive`, `layout.changed` and `scales.verify` raise on the first rank alone: their caller, the
+delivery, then makes all ranks raise (sync/delivery.py).
 
 Staged tensors are one FP8 copy of the model on each rank, on the device of the policy. The first rank also has a file
 in shared memory, with what was sent last. If the audit of the latest sync has passed, and no tensor was found changed
 since, the workers get a patch (weight_patches.py), else the whole policy by a transport (transports.py).
 
-If there are several servers, a lost one is left out until a sync reaches it again. Any other error of one stops the
-sync.
+If there are several servers, a lost server is left out until a sync reaches it again. Any other error of a server
+stops the sync.
 """
 
 import logging
@@ -56,9 +57,9 @@ class StagedLayout(Layout):
         self._failure: RuntimeError | None = None  # error of the latest `sums`
 
     def sums(self) -> torch.Tensor:
-        """Return the checksum `[n]` of each tensor. Log a warning and return wrong ones if the server cannot be asked.
+        """Return the checksum `[n]` of each tensor. If a server gives none, log a warning and return wrong checksums.
 
-        An audit calls this between collectives, where one rank must not raise.
+        An audit calls this between collectives, where a single rank must not raise.
         """
         self._failure = None
         if not self._engine.servers:
@@ -66,7 +67,7 @@ class StagedLayout(Layout):
         try:
             return torch.tensor(self._engine.worker_sums(), device=self.device)
         except Exception as error:
-            self._failure = RuntimeError(str(error))  # the type that a delivery expects of `changed`
+            self._failure = RuntimeError(str(error))  # raised by `changed`; a delivery handles no other class
             logger.warning(str(error))
             return ~super().sums()
 
@@ -133,15 +134,23 @@ class StagedEngine:
         parts: Sequence[EnginePart] = (),
         transport: str = "auto",
     ):
-        self._controls, self._policy, self._recipe = controls, policy, recipe
-        self._patience, self._of_first, self._parts, self._transport = patience, of_first, parts, transport
+        self._controls = controls
+        self._policy = policy
+        self._recipe = recipe
+        self._patience = patience
+        self._of_first = of_first
+        self._parts = parts
+        self._transport = transport
         self.base_url = ", ".join(control.base_url for control in controls) or "the server"
         self.scales = StagedScales(self)
         self.servers: list[ServerLink] = []
         self.serving: list[ServerLink] = []  # servers that took part in the latest sync and are not lost since
-        self.version = 0  # version of the file and of the latest push; goes on from that of earlier trainers
+        # Version of the file and of the latest push. The first rank starts with the highest version that any earlier
+        # trainer sent to a server
+        self.version = 0
         self.pause_seconds = 0.0  # slowest server of the latest sync: from /pause to the answer of /resume
-        self.patch_over_whole = 1.0  # bytes sent to a server in the latest sync (mean) / bytes of all tensors
+        # Bytes sent to a server in the latest sync (mean over servers), divided by the bytes of all tensors
+        self.patch_over_whole = 1.0
         self.served_by = 0  # number of servers that the latest sync has reached
         self.blame = ""  # which servers hold which wrong tensors by the latest checksums, see `Layout`
         self._lost: list[ServerLink] = []  # lost servers that a warning has named
@@ -151,8 +160,10 @@ class StagedEngine:
             linears=ActivationScaling(*described["linears"]) if described["linears"] else None,
             query_rounded=described["query_rounded"],
         )
-        self.added: dict[str, list] = described["added"]  # `Added.facts` of a server's layers
-        self.beside = shapes_beside(self.base_url, parts, self.added)  # shapes of tensors that are not the policy's
+        # The servers may have layers that the policy lacks (for adapters beside an FP8 base). `added` are facts about
+        # these layers (`Added.facts`), `beside` maps the name of each of their tensors to its shape
+        self.added: dict[str, list] = described["added"]
+        self.beside = shapes_beside(self.base_url, parts, self.added)
         forms = self._forms(described["tensors"])
         self.context = described["context"]  # tokens of the longest sequence that a server takes
         self._file: StagingFile | None = None  # first rank only; removed with this object, or when the process ends
@@ -178,10 +189,20 @@ class StagedEngine:
 
     def _describe(self) -> dict:
         """Connect to all servers, and return what describes each of them. `ValueError` if they differ."""
-        of_all = self._policy, self._recipe, self._patience, self._parts, self._transport
+
+        def connect(control: Control) -> ServerLink:
+            return ServerLink(
+                control,
+                policy=self._policy,
+                recipe=self._recipe,
+                patience=self._patience,
+                parts=self._parts,
+                transport=self._transport,
+            )
+
         with ThreadPoolExecutor(len(self._controls)) as executor:
-            links = [executor.submit(ServerLink, control, *of_all) for control in self._controls]
-        self.servers = self.serving = [link.result() for link in links]
+            connecting = [executor.submit(connect, control) for control in self._controls]
+        self.servers = self.serving = [future.result() for future in connecting]
         self.version = max(server.latest_version for server in self.servers)
         first = self.servers[0]
         for index, server in enumerate(self.servers):
@@ -226,7 +247,7 @@ class StagedEngine:
         return self.scales
 
     def wake(self) -> bool:
-        """Return False: `arrive` finds out whether servers were started again, where ranks agree on errors."""
+        """Return False, as if no weights were lost. `arrive` finds out whether a server was started again."""
         return False
 
     def arrive(self) -> None:
@@ -237,9 +258,10 @@ class StagedEngine:
         if not self.servers:
             return
         base = self.version
-        # Update the file before the servers pause, because it would prolong the pause
+        # Update the file before the servers pause, because the update would prolong the pause
+        is_patch_wanted = any(server.proven == base for server in self.servers)
         try:
-            patch = self._bring_file_up_to_date(any(server.proven == base for server in self.servers))
+            patch = self._bring_file_up_to_date(is_patch_wanted)
         except BaseException:  # the file may be newer than what workers hold: a patch would miss that
             for server in self.servers:
                 server.distrust()
@@ -248,7 +270,7 @@ class StagedEngine:
         patience = self._patience
         if len(self.servers) > 1:
             self._wait_for_one()
-            patience = 0  # do not let the others wait for a lost one
+            patience = 0  # do not let the others wait for a lost server
         self.serving = list(self.servers)
         self._on_each(lambda server: server.receive(push, patience))
         first = self.serving[0]
@@ -260,7 +282,9 @@ class StagedEngine:
                 )
 
     def _bring_file_up_to_date(self, is_patch_wanted: bool) -> Patch | None:
-        """Copy the staged tensors to the file. Return the patch that does the same; None: the whole has to be sent."""
+        """Copy the staged tensors to the file. Return a patch with the changes of the file, if it is wanted and small
+        enough. None: the whole policy has to be sent.
+        """
         patch = None
         if is_patch_wanted:
             patch = bring_up_to_date(self._file.buffer, self._staged, self._file.table)
@@ -273,13 +297,15 @@ class StagedEngine:
         """Wait until a server answers. `ServerGone` if none does."""
         end = time.monotonic() + self._patience
         while True:
+            is_last_attempt = time.monotonic() > end
             for server in self.servers:
                 try:
                     server.control.wait_until_up(0)
                     return
                 except ServerGone as error:
-                    if time.monotonic() > end:
-                        raise error
+                    latest_error = error
+            if is_last_attempt:
+                raise latest_error
             time.sleep(0.2)
 
     def _on_each(self, action: Callable[[ServerLink], Any]) -> list:
@@ -303,7 +329,8 @@ class StagedEngine:
             elif error is not None:
                 raise error
         if not self.serving:
-            raise outcomes[0][1]
+            _, first_error = outcomes[0]
+            raise first_error
         return [result for result, error in outcomes if error is None]
 
     def leave_out(self, server: ServerLink, reason: str) -> None:
@@ -321,21 +348,29 @@ class StagedEngine:
         return Push(self._file, self._staged, self.version, scales, patch, base=self.version - 1)
 
     def worker_sums(self) -> list[int]:
-        """Return the checksum of each tensor in `layout.names` as all servers hold it (`ServerLink.sums`). Where they
-        or their workers differ, it is any other checksum than the staged tensor's. Also sets `blame`.
+        """Return the checksum of each tensor in `layout.names` as all servers hold it (`ServerLink.sums`). Where
+        servers or their workers differ, return a checksum that the staged tensor does not have. Also sets `blame`.
         """
         elements = {name: tensor.numel() for name, tensor in self.layout.held.items()}
-        by_server = self._on_each(lambda server: server.sums(elements))
+        sums_by_server = self._on_each(lambda server: server.sums(elements))
         self.blame = ""
-        agreed = [sums[0] if len(set(sums)) == 1 else None for sums in zip(*by_server, strict=True)]
+        agreed: list[int | None] = []  # the checksum of each tensor; None where servers or workers differ
+        for sums_of_tensor in zip(*sums_by_server, strict=True):
+            is_same = len(set(sums_of_tensor)) == 1
+            agreed.append(sums_of_tensor[0] if is_same else None)
         if None not in agreed:
             return agreed
+        # Name the wrong tensors of each server, then replace None
         staged = self.layout.staged_sums()
-        for server, sums in zip(self.serving, by_server, strict=True):
-            wrong = [name for name, one, other in zip(elements, sums, staged, strict=True) if one != other]
+        for server, sums in zip(self.serving, sums_by_server, strict=True):
+            by_name = zip(elements, sums, staged, strict=True)
+            wrong = [name for name, worker_sum, staged_sum in by_name if worker_sum != staged_sum]
             if wrong and len(self.servers) > 1:
                 self.blame += f" At {server.base_url}: {listed(wrong, 4)}."
-        return [~other if one is None else one for one, other in zip(agreed, staged, strict=True)]
+        for index, staged_sum in enumerate(staged):
+            if agreed[index] is None:
+                agreed[index] = ~staged_sum
+        return agreed
 
     def reset_prefix_cache(self) -> None:
         """Let the servers generate with what has arrived. Collective."""
@@ -348,6 +383,9 @@ class StagedEngine:
             if server in self._lost:
                 self._lost.remove(server)
                 logger.warning(f"{server.base_url} takes part again.")
-        whole = size_of(self._file.table)
-        sent = sum(whole if server.patch is None else len(server.patch.body) for server in self.serving)
-        return seconds, self.version, sent / whole / len(self.serving), len(self.serving)
+        bytes_of_policy = size_of(self._file.table)
+        bytes_sent = 0
+        for server in self.serving:
+            bytes_sent += bytes_of_policy if server.patch is None else len(server.patch.body)
+        patch_over_whole = bytes_sent / bytes_of_policy / len(self.serving)
+        return seconds, self.version, patch_over_whole, len(self.serving)

@@ -22,7 +22,7 @@ from trl_fp8.sync.pieces import Piece
 
 Table = dict[str, list]  # name -> [dtype, shape, offset in bytes]
 PREFIX = "trl_fp8_"  # the names of such files begin with this
-ALIGNED = 64  # bytes; the offset of each tensor is a multiple
+ALIGNED = 64  # bytes; the offset of each tensor in a file is a multiple of this
 
 
 class Staged(nn.Module):
@@ -72,7 +72,7 @@ class PatchFile(LockedFile):
 class StagingFile(LockedFile):
     """The trainer's file. The argument `tensors` maps names to (dtype, shape).
 
-    The attribute `tensors` has views of it, zeros at first, which stay usable after its removal.
+    The attribute `tensors` has views of the file, zeros at first, which stay usable after the file's removal.
     """
 
     def __init__(self, folder: str, tensors: Mapping[str, tuple[str, list[int]]]):
@@ -120,7 +120,7 @@ class StagedTensors(Mapping[str, torch.Tensor]):
 
 
 def _remove(path: str, file: int, process: int) -> None:
-    if os.getpid() == process:  # and not in a process forked from it
+    if os.getpid() == process:  # a process that was forked from it leaves the file alone
         with suppress(FileNotFoundError):
             os.unlink(path)
         os.close(file)
@@ -147,10 +147,12 @@ def read(path: str, table: Table) -> Iterator[tuple[str, torch.Tensor]]:
 
 def content(path: str, size: int) -> bytes:
     """Return a file's bytes. `ValueError` unless it is a regular file of this user with `size` bytes."""
+    body = b""
     with os.fdopen(_open_regular(path), "rb") as file:
         found = os.fstat(file.fileno()).st_size
-        body = file.read(size) if found == size else b""
-    if len(body) != size:
+        if found == size:
+            body = file.read(size)
+    if len(body) != size:  # also if somebody truncated the file since `fstat`
         raise ValueError(f"{path} has {found} bytes instead of {size}.")
     return body
 
@@ -172,9 +174,15 @@ def arranged(tensors: Mapping[str, tuple[str, list[int]]]) -> tuple[Table, int]:
     """Return the place of each tensor in one buffer, and the buffer's size in bytes. Tensors are sorted by element
     size, because a patch lists positions by element size, counted in elements.
     """
+
+    def element_size(name: str) -> int:
+        dtype, _ = tensors[name]
+        return getattr(torch, dtype).itemsize
+
     table: Table = {}
     size = 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: getattr(torch, item[1][0]).itemsize):
+    for name in sorted(tensors, key=element_size):
+        dtype, shape = tensors[name]
         table[name] = [dtype, list(shape), size]
         size += -(-_bytes(dtype, shape) // ALIGNED) * ALIGNED  # rounded up
     return table, size
@@ -203,17 +211,17 @@ def buckets(table: Table, most_bytes: int) -> list[tuple[int, int, Table]]:
     parts: list[tuple[int, int, Table]] = []
     for name, (dtype, shape, offset) in table.items():
         end = offset + _bytes(dtype, shape)
-        start, tensors = offset, {}
-        if parts and end - parts[-1][0] <= most_bytes:
-            start, _, tensors = parts.pop()
+        if not parts or end - parts[-1][0] > most_bytes:
+            parts.append((offset, end, {}))  # begin another part
+        start, _, tensors = parts[-1]
         tensors[name] = [dtype, shape, offset - start]
-        parts.append((start, end, tensors))
+        parts[-1] = (start, end, tensors)
     return parts
 
 
 def pieces_of(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
     """Return a `Piece` for each tensor."""
-    return [Piece(name, Staged(tensor), "tensor", tensor.dtype) for name, tensor in tensors.items()]
+    return [Piece(name, Staged(tensor), attribute="tensor", dtype=tensor.dtype) for name, tensor in tensors.items()]
 
 
 def remove_abandoned(folder: str) -> list[str]:

@@ -23,13 +23,13 @@ from .staging import PatchFile, StagingFile
 from .uploads import MAX_CHUNK_BYTES
 
 
-# Value of vllm_server_transport -> types of device on which the policy may be. Other transports take any device
+# Value of vllm_server_transport -> types of device on which the policy may be. Other values allow any device
 DEVICES = {"broadcast": ("cpu", "cuda"), "cuda_ipc": ("cuda",)}
 
 
 class Transport(Protocol):
-    """Brings bytes to one server, which must read them before the `with` block of a method ends. The methods raise
-    `OSError` if there is no room.
+    """Brings bytes to one server, whose workers must read them before the `with` block of a method ends. The methods
+    raise `OSError` if there is no room.
     """
 
     name: str  # for messages to the user
@@ -86,7 +86,7 @@ class Bodies:
 
     def _sent(self, kind: str, content: memoryview) -> str:
         path = ""
-        for offset in range(0, max(len(content), 1), MAX_CHUNK_BYTES):
+        for offset in range(0, max(len(content), 1), MAX_CHUNK_BYTES):  # at least one chunk, which may be empty
             chunk = bytes(content[offset : offset + MAX_CHUNK_BYTES])
             path = self._control.upload(kind, offset, len(content), chunk)
         return path
@@ -96,15 +96,17 @@ class Broadcast:
     """Broadcasts of whole policies to the workers of the server at `base_url`. `patches` brings patches."""
 
     def __init__(self, base_url: str, workers: int, patches: Transport):
-        self._base_url, self._workers = base_url, workers
+        self._base_url = base_url
+        self._workers = workers
         self.name = f"broadcasts, and patches by {patches.name}"
         self.patch = patches.patch
 
     @contextmanager
     def whole(self, file: StagingFile, staged: torch.Tensor) -> Iterator[dict]:
         server = urlsplit(self._base_url)
+        default_port = 443 if server.scheme == "https" else 80
         try:
-            own_address = address_towards(server.hostname, server.port or {"https": 443}.get(server.scheme, 80))
+            own_address = address_towards(server.hostname, server.port or default_port)
         except OSError as error:
             raise ServerGone(f"the server at {self._base_url} does not answer: {error!r}") from error
         with broadcasting(staged, file.table, own_address, self._workers) as where:

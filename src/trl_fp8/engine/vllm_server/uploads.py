@@ -1,7 +1,7 @@
 """`Uploads`: files that a trainer sends to a server in HTTP bodies, for workers that cannot see its folder.
 
-A file comes in chunks, each of which continues the one before. The answer to each chunk has the file's path. Checksums
-prove what workers read, as for a file that the trainer wrote.
+A file comes in chunks, each of which continues the chunk before. The answer to each chunk has the file's path.
+Checksums prove what workers read, as for a file that the trainer wrote.
 """
 
 import os
@@ -9,7 +9,7 @@ import os
 from .staging import LockedFile
 
 
-KINDS = ("whole", "patch")  # all tensors of a policy; a patch of them
+KINDS = ("whole", "patch")  # the file has all tensors of a policy, or a patch
 MAX_CHUNK_BYTES = 32 * 2**20
 
 
@@ -27,12 +27,13 @@ class Upload(LockedFile):
     def __init__(self, folder: str, trainer: bytes, size: int):
         super().__init__(folder, size)
         os.truncate(self.path, size)  # `LockedFile` allocates 1 byte for an empty file
-        self.trainer, self.size = trainer, size
-        self.received = 0
+        self.trainer = trainer
+        self.size = size
+        self.received = 0  # bytes written so far
 
     def write(self, chunk: bytes, offset: int) -> None:
         rest = memoryview(chunk)
-        while rest:
+        while rest:  # `pwrite` may write only a part
             written = os.pwrite(self._file, rest, offset)
             offset += written
             rest = rest[written:]
@@ -48,8 +49,9 @@ class Uploads:
 
     def remove_others(self, trainer: bytes) -> None:
         """Remove files of other trainers."""
-        for kind in [kind for kind, file in self._files.items() if file.trainer != trainer]:
-            self.remove(kind)
+        for kind, file in list(self._files.items()):
+            if file.trainer != trainer:
+                self.remove(kind)
 
     def remove(self, kind: str) -> None:
         file = self._files.pop(kind, None)
@@ -68,13 +70,14 @@ class Uploads:
         if not 0 <= size <= most_bytes:
             raise UploadRefused(413, f"a file of {size} bytes exceeds what this server's workers hold, {most_bytes}.")
         file = self._files.get(kind)
-        is_same = file is not None and (file.trainer, file.size) == (trainer, size)
+        is_same = file is not None and file.trainer == trainer and file.size == size
         if offset == 0 and not is_same:
             self.remove(kind)
             try:
-                file = self._files[kind] = Upload(self._folder, trainer, size)
+                file = Upload(self._folder, trainer, size)
             except OSError as error:
                 raise UploadRefused(507, f"{self._folder} has no room for {size} bytes: {error.strerror}.") from error
+            self._files[kind] = file
         elif offset != 0 and not (is_same and offset == file.received):
             raise UploadRefused(409, f"a chunk at byte {offset} does not continue this trainer's latest one.")
         if offset + len(chunk) > size:

@@ -42,7 +42,8 @@ class Patch:
     """An encoded patch."""
 
     body: bytes = field(repr=False)
-    counts: list[tuple[int, int, int]]  # (size of an element, number of changed elements, bytes of their gaps)
+    # For each size of an element: (this size in bytes, number of changed elements, bytes of their gaps)
+    counts: list[tuple[int, int, int]]
 
     @property
     def sha256(self) -> str:
@@ -53,9 +54,10 @@ def bring_up_to_date(sent: torch.Tensor, staged: torch.Tensor, table: Table) -> 
     """Make `sent` (bytes, on the host) equal to `staged` (bytes, on any device). Return the patch that makes the same
     changes, or None if it would exceed `MOST_SHARE`. Synchronizes with the device.
     """
+    # 1. Find the changes, and copy them to `sent`
     most_bytes = int(len(sent) * MOST_SHARE)
     changes_of_sizes: dict[int, list[Changes]] = {}
-    least_bytes = 0
+    least_bytes = 0  # the encoded changes take at least so many bytes
     for itemsize, start, end in _ranges(table):
         for first in range(start, end, COMPARED_BYTES):
             span = slice(first, min(first + COMPARED_BYTES, end))
@@ -66,7 +68,9 @@ def bring_up_to_date(sent: torch.Tensor, staged: torch.Tensor, table: Table) -> 
                 return None
             sent.view(AS_INTEGERS[itemsize])[changes.positions] = changes.values
             changes_of_sizes.setdefault(itemsize, []).append(changes)
-    parts, counts = [], []
+    # 2. Encode them
+    parts: list[bytes] = []
+    counts: list[tuple[int, int, int]] = []
     for itemsize, changes_of_spans in changes_of_sizes.items():
         gaps = _encoded_gaps(torch.cat([changes.positions for changes in changes_of_spans]))
         values = torch.cat([changes.values for changes in changes_of_spans])
@@ -97,11 +101,14 @@ def decoded(body: bytes, sha256: str, counts: Sequence[Sequence[int]], table: Ta
     for itemsize, count, gap_bytes in counts:
         if itemsize not in AS_INTEGERS or min(count, gap_bytes) < 0:
             raise ValueError(f"the patch counts {count} elements of {itemsize} bytes in {gap_bytes}.")
-        middle, end = start + gap_bytes, start + gap_bytes + count * itemsize
+        middle = start + gap_bytes  # where the gaps end and the values begin
+        end = middle + count * itemsize
         if end > len(body):
             raise ValueError(f"the patch has {len(body)} bytes, and its lists go on to {end}.")
         if count:
-            gaps = torch.frombuffer(bytearray(body[start:middle]), dtype=torch.uint8) if gap_bytes else torch.empty(0)
+            gaps = torch.empty(0, dtype=torch.uint8)
+            if gap_bytes:  # `frombuffer` takes no empty buffer
+                gaps = torch.frombuffer(bytearray(body[start:middle]), dtype=torch.uint8)
             positions = _positions(gaps, count)
             values = torch.frombuffer(bytearray(body[middle:end]), dtype=AS_INTEGERS[itemsize])
             changes_of_tensors |= _by_tensor(Changes(positions, values), itemsize, table)
@@ -126,15 +133,16 @@ def write(piece: Piece, tensor: torch.Tensor, changes: Changes, shape: Sequence[
     whole = torch.zeros(list(shape), dtype=values.dtype, device=tensor.device)
     changed.view(-1)[positions] = True
     whole.view(-1)[positions] = values
-    changed, part = (piece.of_sent(each).reshape(elements.shape) for each in (changed, whole))
-    elements.copy_(torch.where(changed, part, elements))
+    changed_here = piece.of_sent(changed).reshape(elements.shape)
+    part = piece.of_sent(whole).reshape(elements.shape)
+    elements.copy_(torch.where(changed_here, part, elements))
 
 
 def padded_to_whole(piece: Piece, tensor: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
     """Return `tensor`, this rank's part, padded with zeros to the whole `shape`, and the part's number of elements.
 
-    The padded tensor has integers of the elements' size. The checksums of all ranks' padded tensors add up to that of
-    the whole tensor. A rank that holds zeros instead of its part (`Piece.zero`) returns 0 elements.
+    The padded tensor has integers of the elements' size. The checksums of all ranks' padded tensors add up to the
+    checksum of the whole tensor. On a rank that holds zeros instead of its part (`Piece.zero`) the number is 0.
     """
     elements = tensor.view(AS_INTEGERS[tensor.element_size()])
     if covers(piece, shape):
@@ -153,19 +161,18 @@ def covers(piece: Piece, shape: Sequence[int]) -> bool:
 
 
 def _ranges(table: Table) -> Iterator[tuple[int, int, int]]:
-    """Yield (itemsize, start, end) of each run of equal element size, in bytes, end exclusive."""
-    starts = {}
+    """Yield (itemsize, start, end) of each run of tensors with equal element size, in bytes, end exclusive."""
+    start_of_sizes: dict[int, int] = {}  # element size -> start of its run
     end = 0
     for dtype, shape, offset in table.values():
         itemsize = getattr(torch, dtype).itemsize
-        starts.setdefault(itemsize, offset)
+        start_of_sizes.setdefault(itemsize, offset)
         end = offset + torch.Size(shape).numel() * itemsize
-    starts = list(starts.items())
-    # A run ends where the next one starts. The end of the last run is rounded up to words of 8 bytes. Gaps between
+    # A run ends where the next run starts. The end of the last run is rounded up to words of 8 bytes. Gaps between
     # tensors are zero in both buffers, so they never differ
-    ends = [start for _, start in starts[1:]] + [-(-end // 8) * 8]
-    for (itemsize, start), run_end in zip(starts, ends, strict=True):
-        yield itemsize, start, run_end
+    starts = list(start_of_sizes.values())
+    ends = [*starts[1:], -(-end // 8) * 8]
+    yield from zip(start_of_sizes, starts, ends, strict=True)
 
 
 def _differences(new: torch.Tensor, old: torch.Tensor, itemsize: int, offset: int) -> Changes:
@@ -175,26 +182,31 @@ def _differences(new: torch.Tensor, old: torch.Tensor, itemsize: int, offset: in
     """
     # Compare words of 8 bytes first, then the elements of changed words. Listing the changed positions (`nonzero`)
     # takes most of the time, and few words change
-    words = (new.view(torch.int64) != old.view(torch.int64)).nonzero().view(-1)
-    new, old = (each.view(torch.int64)[words].view(AS_INTEGERS[itemsize]) for each in (new, old))
-    in_words = (new != old).nonzero().view(-1)  # positions within the changed words
+    new_words = new.view(torch.int64)
+    old_words = old.view(torch.int64)
+    words = (new_words != old_words).nonzero().view(-1)  # indices of the changed words
+    new_elements = new_words[words].view(AS_INTEGERS[itemsize])  # the elements of the changed words
+    old_elements = old_words[words].view(AS_INTEGERS[itemsize])
+    changed = (new_elements != old_elements).nonzero().view(-1)  # indices in `new_elements`
     per_word = 8 // itemsize
-    positions = words[in_words // per_word] * per_word + in_words % per_word + offset // itemsize
-    return Changes(positions.cpu(), new[in_words].cpu())
+    positions = words[changed // per_word] * per_word + changed % per_word + offset // itemsize
+    return Changes(positions.cpu(), new_elements[changed].cpu())
 
 
 def _encoded_gaps(positions: torch.Tensor) -> torch.Tensor:
     """Return the number of unchanged elements before each position, encoded as LEB128 (uint8 `[bytes]`)."""
-    gaps = positions.diff(prepend=positions.new_full((1,), -1)) - 1
-    lengths = torch.ones_like(gaps)
+    before_first = positions.new_full((1,), -1)
+    gaps = positions.diff(prepend=before_first) - 1
+    lengths = torch.ones_like(gaps)  # encoded bytes of each gap
     for count in range(1, LONGEST_GAP):
-        lengths += (gaps >> 7 * count) > 0  # bytes of each number
-    starts = lengths.cumsum(0) - lengths
+        lengths += (gaps >> (7 * count)) > 0
+    starts = lengths.cumsum(0) - lengths  # index of the first byte of each gap
     encoded = torch.empty(int(lengths.sum()), dtype=torch.uint8)
-    for place in range(LONGEST_GAP):  # the first byte of all numbers, then the second one, ...
+    for place in range(LONGEST_GAP):  # the first byte of all gaps, then the second byte, ...
         has_byte = lengths > place
-        bits = (gaps[has_byte] >> 7 * place) & 0x7F
-        encoded[starts[has_byte] + place] = (bits | (lengths[has_byte] > place + 1) << 7).to(torch.uint8)
+        bits = (gaps[has_byte] >> (7 * place)) & 0x7F
+        has_next_byte = (lengths[has_byte] > place + 1).long()
+        encoded[starts[has_byte] + place] = (bits | (has_next_byte << 7)).to(torch.uint8)
     return encoded
 
 
@@ -203,13 +215,15 @@ def _positions(encoded: torch.Tensor, count: int) -> torch.Tensor:
     is_last = encoded < 0x80
     if int(is_last.sum()) != count or not is_last[-1]:
         raise ValueError(f"the patch has {int(is_last.sum())} positions, and {count} values.")
-    number = is_last.cumsum(0) - is_last.long()  # for each byte, the index of the number that it belongs to
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), is_last.nonzero().view(-1)[:-1] + 1])
-    place = torch.arange(len(encoded)) - starts[number]  # index of each byte in its number
+    gap = is_last.cumsum(0) - is_last.long()  # for each byte, the index of the gap that it belongs to
+    last_bytes = is_last.nonzero().view(-1)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), last_bytes[:-1] + 1])  # index of the first byte of each gap
+    place = torch.arange(len(encoded)) - starts[gap]  # index of each byte in its gap
     if int(place.max()) >= LONGEST_GAP:
         raise ValueError(f"a position of the patch takes more than {LONGEST_GAP} bytes.")
+    bits = (encoded & 0x7F).long() << (7 * place)
     gaps = torch.zeros(count, dtype=torch.int64)
-    gaps.index_add_(0, number, (encoded & 0x7F).long() << 7 * place)
+    gaps.index_add_(0, gap, bits)
     positions = (gaps + 1).cumsum(0) - 1
     if bool((positions < 0).any()):  # a gap has fewer than 63 bits: a sum that exceeds int64 is negative at first
         raise ValueError("the positions of the patch exceed 64 bits.")
@@ -219,18 +233,18 @@ def _positions(encoded: torch.Tensor, count: int) -> torch.Tensor:
 def _by_tensor(changes: Changes, itemsize: int, table: Table) -> dict[str, Changes]:
     """Return the changes of each changed tensor. `ValueError` if a position is in no tensor of this element size."""
     changes_of_tensors = {}
-    count = 0
+    count = 0  # positions that are in a tensor
     for name, (dtype, shape, offset) in table.items():
         if getattr(torch, dtype).itemsize != itemsize:
             continue
         if offset % itemsize:
             raise ValueError(f"{name} begins at byte {offset}, inside of an element.")
-        start = offset // itemsize
-        limits = torch.tensor([start, start + torch.Size(shape).numel()])
-        first, last = torch.searchsorted(changes.positions, limits).tolist()
-        if last > first:
-            changes_of_tensors[name] = Changes(changes.positions[first:last] - start, changes.values[first:last])
-        count += last - first
+        start = offset // itemsize  # the tensor's elements are `start .. end - 1` of the buffer
+        end = start + torch.Size(shape).numel()
+        first, behind = torch.searchsorted(changes.positions, torch.tensor([start, end])).tolist()
+        if behind > first:
+            changes_of_tensors[name] = Changes(changes.positions[first:behind] - start, changes.values[first:behind])
+        count += behind - first
     if count != len(changes.positions):
         raise ValueError(f"{len(changes.positions) - count} positions of the patch are in no tensor.")
     return changes_of_tensors

@@ -7,14 +7,18 @@ Each sync gives the engine a new version of the weights. The log-ratio of a toke
 
 where pi_v is the policy from which version v was made. The trainer keeps no weights of earlier versions, so it cannot
 compute pi_v of older tokens. A *fresh* token, of age 0, has no staleness, because its pi_v is the policy now. So if
-tokens have ages, `mismatch/*` is measured on fresh tokens alone, but for the fractions in `OF_ALL_AGES`. Let log r be
-the left side. Over tokens of one version mean(-log r) is KL(rollout || pi_v) + E[log pi_v - log pi_now]. If FP8 makes
-an equal mismatch in each version, mean(-log r) of older tokens minus that of fresh tokens is the second term, an
-estimate of KL(pi_v || pi_now).
+tokens have ages, `mismatch/*` is measured only on fresh tokens, except the fractions in `OF_ALL_AGES`.
+
+Let log r be the left side of the equation. Over the tokens of one version
+
+    mean(-log r) = KL(rollout || pi_v) + E[log pi_v - log pi_now]
+
+If FP8 causes the same mismatch in each version, the difference between mean(-log r) of older tokens and of fresh
+tokens is the second term, an estimate of KL(pi_v || pi_now).
 
     staleness/k1_kl/age_A, k3_kl/age_A     as in measures.py, of tokens of age A: staleness and mismatch together
-    staleness/k1_beyond_mismatch           mean of -log r of older tokens, minus the mean of the fresh tokens of the
-                                           latest batch that had any
+    staleness/k1_beyond_mismatch           mean of -log r of older tokens, minus the mean of -log r of the fresh tokens
+                                           of the latest batch that had fresh tokens
     staleness/fraction_stale, age_mean, age_max
 """
 
@@ -35,11 +39,17 @@ AGES = {"0": (0, 1), "1": (1, 2), "2": (2, 3), "3-4": (3, 5), "5-8": (5, 9), "9+
 
 
 def of_age_0(ratio: LogRatio, ages_BT: Tensor) -> LogRatio:
-    """Return the log-ratios of the fresh tokens: all masks are False at the others."""
+    """Return the log-ratios of the fresh tokens. All masks are False at other tokens."""
     fresh_BT = ages_BT == 0
-    masks = ("mask_BT", "scored_BT", "missing_BT", "broken_BT", "clamped_BT")
-    values_BT = torch.where(fresh_BT, ratio.values_BT, 0.0)
-    return replace(ratio, values_BT=values_BT, **{name: getattr(ratio, name) & fresh_BT for name in masks})
+    return replace(
+        ratio,
+        values_BT=torch.where(fresh_BT, ratio.values_BT, 0.0),
+        mask_BT=ratio.mask_BT & fresh_BT,
+        scored_BT=ratio.scored_BT & fresh_BT,
+        missing_BT=ratio.missing_BT & fresh_BT,
+        broken_BT=ratio.broken_BT & fresh_BT,
+        clamped_BT=ratio.clamped_BT & fresh_BT,
+    )
 
 
 def age_metrics(ratio: LogRatio, ages_BT: Tensor) -> dict[str, Metric]:
@@ -49,6 +59,7 @@ def age_metrics(ratio: LogRatio, ages_BT: Tensor) -> dict[str, Metric]:
     stale_BT = ratio.scored_BT & (ages_BT > 0)
     fresh_BT = ratio.scored_BT & (ages_BT == 0)
     tokens = ratio.mask_BT.sum()
+    # Sum of -log r over the tokens, and their number
     stale_parts = -(log_r_BT * stale_BT).sum(), stale_BT.sum()
     fresh_parts = -(log_r_BT * fresh_BT).sum(), fresh_BT.sum()
     metrics = {
@@ -68,8 +79,8 @@ def age_metrics(ratio: LogRatio, ages_BT: Tensor) -> dict[str, Metric]:
 def with_latest_mismatch(metric: Metric, latest: tuple[float, float]) -> tuple[Metric, tuple[float, float]]:
     """Return `staleness/k1_beyond_mismatch` also for a batch without fresh tokens, and the next value of `latest`.
 
-    `metric` is that of `age_metrics`. `latest` is the sum of -log r over the fresh tokens of the latest batch that had
-    any, and their number. They replace the sums of this batch if it has no fresh tokens.
+    `metric` comes from `age_metrics`. `latest` is the sum of -log r over the fresh tokens of the latest batch that had
+    fresh tokens, and the number of these tokens. A batch without fresh tokens takes both from `latest`.
     """
     stale, stale_tokens, fresh, fresh_tokens = metric.parts
     if fresh_tokens:

@@ -1,7 +1,7 @@
 """The run's correction, applied to each generation batch, and warnings about its metrics.
 
-TRL's `_generate_and_score_completions` returns a dictionary, whose entries its loss reads. A correction replaces a
-few:
+TRL's `_generate_and_score_completions` returns a dictionary, whose entries TRL's loss reads. A correction replaces a
+few entries:
 
     importance_sampling_ratio   the correction's weights. In TRL's four modes they equal TRL's bit for bit, except in
                                 the special cases that importance.py lists
@@ -48,7 +48,7 @@ class Correction(Feature):
         self.correction = trainer.args.correction
         require_loss_with_weights(type(trainer), self.correction)
         self._warned: set[str] = set()
-        # Of the latest tokens that the current weights sampled (age 0, see ages.py): sum of -log r, and their number
+        # Sum of -log r over the latest fresh tokens, and the number of these tokens; see `with_latest_mismatch`
         self._latest_fresh = 0.0, 0.0
 
     def facts(self) -> dict[str, object]:
@@ -56,7 +56,8 @@ class Correction(Feature):
 
     def extend_batch(self, batch: Batch) -> None:
         correction = self.correction
-        for statistic in ("min", "mean", "max"):  # TRL's metrics are of its own ratio, which the loss does not get
+        # Drop TRL's metrics of its own ratio, because the loss does not get this ratio
+        for statistic in ("min", "mean", "max"):
             self.trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}", None)
         metrics = apply_correction(batch.tensors, batch.ratio, correction, self.trainer.accelerator)
         if BEYOND_MISMATCH in metrics:
@@ -66,8 +67,8 @@ class Correction(Feature):
         for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
-                # One batch may be an outlier. If the run has a log, only the first sentence is printed, and the advice
-                # after it gives way to the report, which averages over several steps
+                # One batch may be an outlier. If the run has a log, print only the first sentence, and refer to the
+                # report, which averages over several steps, in place of the advice
                 if any(feature.keeps_log for feature in self.trainer.features):
                     text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)
@@ -76,8 +77,8 @@ class Correction(Feature):
 def require_loss_with_weights(trainer: type, correction: RolloutCorrection) -> None:
     """Raise `ValueError` if the correction acts through weights that the trainer's loss does not read (as GMPO's).
 
-    A loss reads them if the key of TRL's ratio is among the constants of its compiled code, or of a loss that it calls
-    by `super()`.
+    A loss reads the weights if the key of TRL's ratio is among the constants of the loss's compiled code, or of the
+    code of a loss that it calls by `super()`.
     """
     has_weights = correction.level is not None or (correction.reject and correction.denominator == "keep")
     if correction.monitor_only or not has_weights:
@@ -87,7 +88,7 @@ def require_loss_with_weights(trainer: type, correction: RolloutCorrection) -> N
             code = unwrap(base._compute_loss).__code__
             if LOSS_WEIGHTS in code.co_consts:
                 return
-            if "super" not in code.co_names:  # else the weights may be read in the next class
+            if "super" not in code.co_names:  # with `super`, a loss further up may read the weights
                 raise ValueError(
                     f"{trainer.__name__} with {correction}: the loss of {base.__name__} reads no importance ratios, "
                     "so the correction would change nothing. In a loss of your own call super()._compute_loss, or "
@@ -117,7 +118,7 @@ def apply_correction(
     metrics = mismatch_metrics(ratio)
     if VERSION_AGES in tensors:
         ages_BT = tensors[VERSION_AGES]
-        # mismatch/* is measured on tokens of age 0 alone; correction/* and OF_ALL_AGES on all
+        # Measure mismatch/* only on tokens of age 0, but correction/* and OF_ALL_AGES on all tokens
         for name, metric in mismatch_metrics(of_age_0(ratio, ages_BT)).items():
             if name.startswith("mismatch/") and name not in OF_ALL_AGES:
                 metrics[name] = metric

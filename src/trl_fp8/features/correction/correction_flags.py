@@ -1,4 +1,4 @@
-"""Flags of the rollout correction. Those that TRL has, too, get other defaults if anything is FP8."""
+"""Flags of the rollout correction. Flags that TRL also has get other defaults if anything is FP8."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -68,13 +68,14 @@ class CorrectionFlags(FlagGroup):
     def resolve(self) -> None:
         if self.rollout_correction is not None:
             self._require_one_choice()
-        # A mode is also set beside a `rollout_correction`: TRL checks its mode even if this package's correction
-        # replaces TRL's, and with VESPO accepts only token modes
-        replaced = self.any_fp8 or self.rollout_correction is not None
+        replaced = self.any_fp8 or self.rollout_correction is not None  # whether this package corrects in TRL's place
+        # Set TRL's mode even if a `rollout_correction` replaces TRL's correction: TRL checks its mode in any case, and
+        # with VESPO accepts only token modes
         if self.vllm_importance_sampling_mode is None:
-            self.vllm_importance_sampling_mode = (
-                self.fp8_sampling_mode if replaced else self.trl_default("vllm_importance_sampling_mode")
-            )
+            if replaced:
+                self.vllm_importance_sampling_mode = self.fp8_sampling_mode
+            else:
+                self.vllm_importance_sampling_mode = self.trl_default("vllm_importance_sampling_mode")
         clip_max = self.vllm_importance_sampling_clip_max
         if clip_max == "auto":
             clip_max = 2.0 if replaced else self.trl_default("vllm_importance_sampling_clip_max")
@@ -111,7 +112,7 @@ class CorrectionFlags(FlagGroup):
     def correction(self) -> RolloutCorrection | None:
         """Return the correction that this package computes, or None.
 
-        Without FP8 and without `rollout_correction` there is none: TRL then corrects by itself.
+        Without FP8 and without `rollout_correction` this package computes none, and TRL corrects by itself.
         """
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return None
@@ -138,17 +139,14 @@ class CorrectionFlags(FlagGroup):
             return
         fields = {name: getattr(self, name) for name in NEUTRAL_SAMPLING if hasattr(self, name)}
         values = fields | (self.generation_kwargs or {})
-        changing = [
-            f"{name}={values[name]!r}"
-            for name, neutral in NEUTRAL_SAMPLING.items()
-            if name not in self.followed_sampling and values.get(name, neutral[0]) not in (*neutral, {}, [])
-        ]
+        changing = []
+        for name, neutral in NEUTRAL_SAMPLING.items():
+            if name in values and name not in self.followed_sampling and values[name] not in (*neutral, {}, []):
+                changing.append(f"{name}={values[name]!r}")
         engine_kwargs = self.vllm_engine_kwargs or {}
-        changing += [
-            f"vllm_engine_kwargs={{{name!r}: {engine_kwargs[name]!r}}}"
-            for name in CHANGING_ENGINE_KWARGS
-            if engine_kwargs.get(name)
-        ]
+        for name in CHANGING_ENGINE_KWARGS:
+            if engine_kwargs.get(name):
+                changing.append(f"vllm_engine_kwargs={{{name!r}: {engine_kwargs[name]!r}}}")
         if changing:
             raise ValueError(
                 f"{', '.join(changing)} with vllm_importance_sampling_correction=True: then vLLM's log-probs are of "

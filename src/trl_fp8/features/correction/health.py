@@ -6,16 +6,16 @@ A caller shows each warning once per run.
 from collections.abc import Mapping
 
 
-MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: below it runs lost the most accuracy, above it no measurable accuracy
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.7  # of tokens: runs below it lost the most accuracy, runs above it lost none measurably
 MIN_SEQUENCE_EFFECTIVE_SAMPLE_SIZE = 0.3  # verl's rollout-correction docs
 MAX_MASKED_SEQUENCES = 0.2
 MAX_K3 = 0.1  # SmolLM2-135M without a fault has 0.064 at most (docs/evidence.md)
 
 
 def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_only: bool = False) -> dict[str, str]:
-    """Return warnings about mismatch and correction metrics, by the metric's name. A metric that is NaN gives none.
+    """Return warnings about mismatch and correction metrics, by the metric's name. NaN gives no warning.
 
-    `level` and `monitor_only` are fields of the `RolloutCorrection`, which is not an argument itself, because its
+    `level` and `monitor_only` are fields of the `RolloutCorrection`. The correction itself is no argument, because its
     module imports torch, and a report of a run is made without torch.
     """
     warnings = {}

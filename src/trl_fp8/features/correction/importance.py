@@ -13,12 +13,14 @@ Levels `"token"` and `"sequence"` equal TRL's four `vllm_importance_sampling_mod
 reaches +-20. Larger ones may overflow in TRL; this module clamps them. Weights in special cases:
 
     padding, tool output               exactly 1, because VESPO sums log(weight) over all T columns
-    unit with a log-ratio of 0         exactly 1, unless `batch_normalize` divides it
-    token without a rollout log-prob   1 at level "token"; at other levels the weight of its sequence, whose ratio it
-                                       does not change
+    unit with a log-ratio of 0         exactly 1, unless `batch_normalize` divides the weight
+    token without a rollout log-prob   1 at level "token"; at other levels the weight of the token's sequence, to whose
+                                       ratio the token does not contribute
 
-No value is read on the host, and no result carries gradient. Shapes: B sequences, T completion tokens. A *unit* has
-one ratio: it is a token (tensors are [B, T]) or a sequence ([B, 1]).
+`correct` does all three. No value is read on the host, and no result carries gradient.
+
+Shapes: B sequences, T completion tokens. A *unit* is a token or a sequence, whichever has a ratio of its own at the
+correction's level. Tensors of units are [B, T] or [B, 1].
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ class RolloutCorrection:
     """Settings of a correction. The default is token truncation at 2, the common choice for FP8 rollouts.
 
     Args:
-        level: The ratio that is bounded: r_t of a `"token"`, prod_t r_t of a `"sequence"`, or its `"geometric"` mean
-            (prod_t r_t)^(1/T). None leaves all weights at 1, for example to reject without weighting.
+        level: The ratio that is bounded: r_t of a `"token"`, prod_t r_t of a `"sequence"`, or the `"geometric"` mean
+            (prod_t r_t)^(1/T) of a sequence. None leaves all weights at 1, for example to reject without weighting.
         bound: What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
             weight to 0 (IcePop when both bounds are set). A masked token stays in the denominator.
         bound_min: Lower bound of r = pi_trainer / pi_rollout, at most 1. None is no bound.
@@ -72,7 +74,8 @@ class RolloutCorrection:
     monitor_only: bool = False
 
     def __post_init__(self) -> None:
-        if problems := list(self._problems()):
+        problems = list(self._problems())
+        if problems:
             raise ValueError(f"{self!r} cannot be applied:\n" + "\n".join(f"- {problem}." for problem in problems))
 
     def _problems(self) -> Iterator[str]:
@@ -104,9 +107,10 @@ class RolloutCorrection:
 
     @property
     def fits_vespo(self) -> bool:
-        """Return whether VESPO can use the weights. It takes sum_t log(weight_t) as a sequence's log-ratio.
+        """Return whether VESPO can use the weights. VESPO takes sum_t log(weight_t) as a sequence's log-ratio.
 
-        At level "geometric" T equal terms add up to the log-ratio. At "sequence" each of the T terms is the log-ratio.
+        At level "geometric" T equal terms add up to the log-ratio. At level "sequence" each of the T terms is already
+        the log-ratio, so the sum would be T times too large.
         """
         return self.level != "sequence"
 
@@ -138,16 +142,19 @@ def correct(
 ) -> CorrectedRollout:
     """Apply `correction` to the log-ratios of a batch. Return weights, masks and metrics.
 
-    `all_reduce` returns the sum of a 1-D tensor over ranks; None: there is one rank. It is called once if
-    `correction.needs_all_reduce`, else never, so all ranks call it together.
+    `all_reduce` returns the sum of a 1-D tensor over ranks; None: there is one rank. All ranks call `all_reduce`
+    together: once if `correction.needs_all_reduce`, else never.
     """
-    # Weights: the ratio of each unit, bounded, and divided by its mean if the correction says so
+    # Weights: bound the ratio of each unit, and divide by the mean weight if the correction says so
     raw, is_unit = _raw_ratio(ratio, correction.level)
     low = -math.inf if correction.bound_min is None else correction.bound_min
     high = math.inf if correction.bound_max is None else correction.bound_max
     too_high = raw > high
     too_low = raw < low
-    bounded = raw.masked_fill(too_high | too_low, 0.0) if correction.bound == "mask" else raw.clamp(low, high)
+    if correction.bound == "mask":
+        bounded = raw.masked_fill(too_high | too_low, 0.0)
+    else:
+        bounded = raw.clamp(low, high)
     mean_weight, log_centre = _batch_statistics(bounded, is_unit, ratio, correction, all_reduce)
     bounded = torch.where(is_unit, bounded / mean_weight.to(bounded.dtype), 1.0)
     weights_BT = torch.where(ratio.mask_BT, bounded, 1.0)
@@ -163,34 +170,54 @@ def correct(
         "correction/fraction_clipped_high": mean_of((too_high & is_unit).sum(), is_unit.sum()),
         "correction/fraction_clipped_low": mean_of((too_low & is_unit).sum(), is_unit.sum()),
         "correction/batch_norm_factor": highest(mean_weight),  # the same on every rank, like log_centre
-        **correction_metrics(ratio.mask_BT, weights_BT, keep_BT, keep_by, loss_mask_BT),
+        **correction_metrics(
+            mask_BT=ratio.mask_BT,
+            weights_BT=weights_BT,
+            keep_BT=keep_BT,
+            keep_by=keep_by,
+            counted_BT=loss_mask_BT,
+        ),
     }
     if correction.reject:
         metrics["correction/log_centre"] = highest(log_centre)
     if correction.monitor_only:
         ones_BT = torch.ones_like(weights_BT)
-        return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, metrics)
-    # At level "sequence" TRL takes weights [B, 1] and broadcasts them over the tokens. With rejection they are [B, T],
-    # because tokens of a sequence may have different weights
+        return CorrectedRollout(
+            weights=ones_BT,
+            keep_mask=ratio.mask_BT,
+            loss_weights=ones_BT,
+            loss_mask=ratio.mask_BT,
+            old_logps=None,
+            metrics=metrics,
+        )
+    # At level "sequence" TRL takes weights [B, 1] and broadcasts them over the tokens. With rejection the weights are
+    # [B, T], because tokens of a sequence may have different weights
     loss_weights = bounded if correction.level == "sequence" else weights_BT
     if correction.reject:
-        # A rejected token that counts in the denominator has weight 0. Any other is dropped by the loss mask and needs
-        # weight 1, because VESPO multiplies the weights of all T columns
+        # A rejected token that counts in the denominator gets weight 0. Other rejected tokens are dropped by the loss
+        # mask, and get weight 1, because VESPO multiplies the weights of all T columns
         rejected_weight = 0.0 if correction.denominator == "keep" else 1.0
         loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, rejected_weight)
     old_logps_BT = None
     if correction.bypass:
-        # Take the rollout's log-probs, and the trainer's where the rollout's are missing. Raise log-probs more than 20
-        # below the trainer's to that limit, because the ratio in the loss may overflow
+        # Take the rollout's log-probs, and the trainer's where the rollout's are missing. No log-prob may be more than
+        # 20 below the trainer's, because the ratio in the loss may overflow
         old_logps_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
         too_far_below = ratio.clamped_BT & (ratio.values_BT > 0)
         old_logps_BT = torch.where(too_far_below, ratio.trainer_BT - LOG_RATIO_BOUND, old_logps_BT)
-    return CorrectedRollout(weights_BT, keep_BT, loss_weights, loss_mask_BT, old_logps_BT, metrics)
+    return CorrectedRollout(
+        weights=weights_BT,
+        keep_mask=keep_BT,
+        loss_weights=loss_weights,
+        loss_mask=loss_mask_BT,
+        old_logps=old_logps_BT,
+        metrics=metrics,
+    )
 
 
 def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
     """Return the ratio of each unit, and a mask of the units that have a scored token (run/batch.py)."""
-    if level is None:
+    if level is None:  # each token is a unit with a ratio of 1
         return torch.ones_like(ratio.values_BT), ratio.scored_BT
     if level == "token":
         return torch.exp(ratio.values_BT), ratio.scored_BT
@@ -208,18 +235,26 @@ def _batch_statistics(
     correction: RolloutCorrection,
     all_reduce: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean weight (1 if it is not needed) and the log of the bands' centre (0), over all ranks."""
+    """Return the mean weight and the log of the bands' centre, over all ranks.
+
+    The mean weight is 1 without `batch_normalize`, and the log of the centre is 0 if no rule measures the centre.
+    """
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
     zero = torch.zeros_like(one)
     if not correction.needs_all_reduce:
         return one, zero
-    centre, sequences = typical_log_ratio(ratio) if correction.measures_centre else (zero, zero)
+    # Sums over all ranks, from which two means follow: of the log-centre over sequences, of the weight over units
+    log_centre = zero
+    sequences = zero
+    if correction.measures_centre:
+        log_centre, sequences = typical_log_ratio(ratio)
     weight_sum = torch.where(is_unit, bounded, 0.0).sum(dtype=torch.float64)
-    local = torch.stack([centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
+    local = torch.stack([log_centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
     totals = all_reduce(local) if all_reduce is not None else local
-    centre_total, sequence_total, weight_total, unit_total = totals
-    mean = weight_total / unit_total.clamp(min=1)
+    log_centre_total, sequence_total, weight_total, unit_total = totals
+    mean_weight = weight_total / unit_total.clamp(min=1)
     # If (nearly) all weights are masked to 0, a division by their mean would only amplify noise
-    usable = (mean > 1e-8) & correction.batch_normalize
-    # The centre estimates -KL, which is at most 0, so clamp a larger estimate
-    return torch.where(usable, mean, one), (centre_total / sequence_total.clamp(min=1)).clamp(max=0.0)
+    is_usable = (mean_weight > 1e-8) & correction.batch_normalize
+    mean_log_centre = log_centre_total / sequence_total.clamp(min=1)
+    # The log of the centre estimates -KL, which is at most 0. So lower a positive estimate to 0
+    return torch.where(is_usable, mean_weight, one), mean_log_centre.clamp(max=0.0)

@@ -1,7 +1,8 @@
 """Metrics of a batch: how far engine and trainer disagree about sampled tokens, and what a correction changed.
 
-The mismatch is measured on raw ratios (before any bound) and on the mask before any rejection. Measured afterwards, it
-would fall to zero exactly when the correction throws the evidence away. With log r as defined in `run/batch.py`:
+The mismatch is measured on raw ratios (before any bound) and on the mask before any rejection. If it were measured
+afterwards, it would fall to zero exactly when the correction throws the evidence away. With log r as defined in
+`run/batch.py`:
 
     k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer), k3 never negative
     chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
@@ -39,8 +40,8 @@ from trl_fp8.run.batch import (
 )
 
 
-# Bins of positions and lengths, in tokens. The last bin is open. They are fixed, because all ranks and steps need the
-# same metrics
+# Bins of positions and lengths, in tokens. The last bin is open. The bins are fixed, because all ranks and steps need
+# the same metrics
 BIN_EDGES = (0, 16, 64, 256, 1024, 4096, 16384)
 BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGES[-1]}+",)
 # Metrics that `importance.correct` has already reduced over ranks
@@ -52,23 +53,29 @@ def measured(
 ) -> dict[str, Metric]:
     """Merge metrics over ranks. Their parts are 0-d tensors of this rank before, and numbers afterwards.
 
-    `gather` concatenates or stacks a 1-D tensor over ranks. It is called once, and the device is read once. Bins
+    `gather` concatenates or stacks a 1-D tensor over ranks. `gather` is called once, and the device is read once. Bins
     without a token are left out.
     """
-    parts = torch.stack([part.double() for metric in metrics.values() for part in metric.parts])
-    parts_of_ranks = gather(parts).reshape(-1, len(parts))
+    parts = []  # of all metrics, one after another
+    for metric in metrics.values():
+        parts += [part.double() for part in metric.parts]
+    parts_of_ranks = gather(torch.stack(parts)).reshape(-1, len(parts))  # a row for each rank
     # Merge each part in all three ways on the device. On the host choose the way that its metric names
-    ways = [parts_of_ranks.sum(dim=0), parts_of_ranks.amin(dim=0), parts_of_ranks.amax(dim=0)]
-    rows = iter(torch.stack(ways, dim=1).tolist())
+    sums, minima, maxima = torch.stack(
+        [parts_of_ranks.sum(dim=0), parts_of_ranks.amin(dim=0), parts_of_ranks.amax(dim=0)]
+    ).tolist()
+    merged_parts = {add: sums, min: minima, max: maxima}
     result = {}
+    start = 0  # index of the metric's first part
     for name, metric in metrics.items():
-        column = (add, min, max).index(metric.merge)
-        values = tuple(next(rows)[column] for _ in metric.parts)
+        end = start + len(metric.parts)
+        values = tuple(merged_parts[metric.merge][start:end])
+        start = end
         if ("/k3_kl/" in name or "/k1_kl/" in name) and not values[1]:  # a bin without a token
             continue
         result[name] = Metric(values, metric.merge, metric.formula)
         if name in SAME_ON_ALL_RANKS:
-            result[name] = mean_of(result[name].value)  # a log has the mean over batches, not the maximum
+            result[name] = mean_of(result[name].value)  # a log shows the mean over batches, not the maximum
     if "correction/fraction_masked_tokens" in result:
         unused, tokens = result["correction/fraction_masked_tokens"].parts
         result["correction/all_rejected"] = mean_of(float(tokens > 0 and unused == tokens))
@@ -83,7 +90,8 @@ def mismatch_metrics(ratio: LogRatio) -> dict[str, Metric]:
     log_r_B = log_r_BT.sum(dim=-1)
     scored_B = ratio.scored_BT.any(dim=-1)
     mean_log_r_B = log_r_B / ratio.scored_BT.sum(dim=-1).clamp(min=1)
-    tokens, scored = ratio.mask_BT.sum(), ratio.scored_BT.sum()
+    tokens = ratio.mask_BT.sum()
+    scored = ratio.scored_BT.sum()
     chi2_token, of_tokens = _ratio_metrics("", log_r_BT, ratio.scored_BT)
     log_product_B = log_r_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     chi2_sequence, of_sequences = _ratio_metrics("sequence_", log_product_B, scored_B)
@@ -117,7 +125,8 @@ def correction_metrics(
     fraction near 1. A token is masked if it is not kept or its weight is 0.
     """
     used_BT = torch.where(keep_BT, weights_BT, 0.0).double()
-    tokens, sequences = mask_BT.sum(), mask_BT.any(dim=-1).sum()
+    tokens = mask_BT.sum()
+    sequences = mask_BT.any(dim=-1).sum()
     masked_tokens = tokens - (used_BT > 0).sum()
     masked_sequences = sequences - (used_BT > 0).any(dim=-1).sum()
     total = used_BT.sum()
@@ -140,12 +149,14 @@ def _ratio_metrics(prefix: str, log_r: Tensor, scored: Tensor) -> tuple[Metric, 
     count = scored.sum()
     total = _sum_of(r, scored)
     squares = _sum_of(r.square(), scored)
-    return Metric((squares, count), add, _variance), {
+    chi2 = Metric((squares, count), add, _variance)
+    metrics = {
         f"correction/{prefix}ratio_min": lowest(_lowest_of(r, scored)),
         f"correction/{prefix}ratio_mean": mean_of(total, count),
         f"correction/{prefix}ratio_max": highest(-_lowest_of(-r, scored)),
         f"correction/{prefix}effective_sample_size": effective_sample_size(total, squares, count),
     }
+    return chi2, metrics
 
 
 def _growth_metrics(ratio: LogRatio, k3_BT: Tensor) -> dict[str, Metric]:
@@ -155,16 +166,24 @@ def _growth_metrics(ratio: LogRatio, k3_BT: Tensor) -> dict[str, Metric]:
     length_B1 = mask_BT.sum(dim=-1, keepdim=True)
     place_BT = mask_BT.cumsum(dim=-1) - 1  # index among the tokens that the policy wrote, without the output of tools
     is_late_BT = 2 * place_BT >= length_B1
+    # Sum of k3 over the tokens of a half, and the number of scored tokens
     late = (k3_BT * is_late_BT).sum(), (scored_BT * is_late_BT).sum()
     early = (k3_BT * ~is_late_BT).sum(), (scored_BT * ~is_late_BT).sum()
     metrics = {"mismatch/late_over_early": Metric((*late, *early), add, _growth)}
     position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-    by_position = (position_T, k3_BT.sum(dim=0), scored_BT.sum(dim=0))
-    by_length = (length_B1.squeeze(-1), k3_BT.sum(dim=-1), scored_BT.sum(dim=-1))
-    for axis, (where, k3, scored) in (("position", by_position), ("length", by_length)):
-        for name, low, high in zip(BIN_NAMES, BIN_EDGES, (*BIN_EDGES[1:], math.inf), strict=True):
-            inside = (where >= low) & (where < high)
-            metrics[f"mismatch/k3_kl/{axis}_{name}"] = mean_of((k3 * inside).sum(), (scored * inside).sum())
+    length_B = length_B1.squeeze(-1)
+    metrics |= _k3_by_bin("position", position_T, k3_BT.sum(dim=0), scored_BT.sum(dim=0))
+    metrics |= _k3_by_bin("length", length_B, k3_BT.sum(dim=-1), scored_BT.sum(dim=-1))
+    return metrics
+
+
+def _k3_by_bin(axis: str, places: Tensor, k3: Tensor, scored: Tensor) -> dict[str, Metric]:
+    """Return the mean k3 in each bin of `places`. `k3` and `scored` are sums over the tokens of each place."""
+    metrics = {}
+    upper_edges = (*BIN_EDGES[1:], math.inf)
+    for name, low, high in zip(BIN_NAMES, BIN_EDGES, upper_edges, strict=True):
+        inside = (places >= low) & (places < high)
+        metrics[f"mismatch/k3_kl/{axis}_{name}"] = mean_of((k3 * inside).sum(), (scored * inside).sum())
     return metrics
 
 
@@ -174,8 +193,9 @@ def _sum_of(values: Tensor, where: Tensor) -> Tensor:
 
 def _lowest_of(values: Tensor, where: Tensor) -> Tensor:
     """Return the minimum of the `values` inside the mask `where`; inf if there is none."""
+    candidates = torch.where(where, values, torch.inf).flatten()
     # torch refuses the minimum of an empty tensor, so append an inf
-    return F.pad(torch.where(where, values, torch.inf).flatten(), (0, 1), value=torch.inf).amin()
+    return F.pad(candidates, (0, 1), value=torch.inf).amin()
 
 
 def _variance(squares: float, count: float) -> float:

@@ -22,7 +22,7 @@ class Preset(NamedTuple):
 
 
 _VETO = Rejection("token_veto", minimum=1e-4)
-_FP8_BAND = Rejection("geometric_ratio", 0.98, 1.02, centre="measured")  # multiplied by exp(-KL); wide enough for FP8
+_FP8_BAND = Rejection("geometric_ratio", 0.98, 1.02, centre="measured")  # around exp(-KL), wide enough for FP8
 _VERL_BAND = Rejection("geometric_ratio", 0.999, 1.001)
 _VERL_SEQUENCES = Rejection("sequence_ratio", 0.5, 2.0)
 
@@ -36,9 +36,9 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "verl_sequence_is_rs": Preset(
             RolloutCorrection("sequence", reject=(_VERL_SEQUENCES,), denominator="shrink"), "verl decoupled_seq_is_rs"
         ),
+        # verl rejects inside the loss here, after it has counted the tokens that the loss is divided by
         "verl_bypass_geometric": Preset(
-            RolloutCorrection(level=None, bypass=True, reject=(_VERL_BAND,), denominator="shrink"),
-            "verl bypass_ppo_clip_geo_rs",
+            RolloutCorrection(level=None, bypass=True, reject=(_VERL_BAND,)), "verl bypass_ppo_clip_geo_rs"
         ),
         "slime_mis": Preset(
             RolloutCorrection(bound_min=0.0, reject=(Rejection("token_ratio", 0.5, 2.0), _VETO), batch_normalize=True),
@@ -61,7 +61,8 @@ def correction_from(value: str | Mapping[str, object]) -> RolloutCorrection:
             raise ValueError(f"{value!r} is not a preset; the presets are {', '.join(PRESETS)}.")
         return PRESETS[value].correction
     known = {field.name for field in fields(RolloutCorrection)}
-    if unknown := sorted(set(value) - known):
+    unknown = sorted(set(value) - known)
+    if unknown:
         raise ValueError(f"{unknown} are not fields of a correction; the fields are {', '.join(sorted(known))}.")
     rules = value.get("reject", ())
     if not isinstance(rules, Sequence) or isinstance(rules, str):

@@ -46,7 +46,8 @@ class Rejection:
     centre: Literal["one", "measured"] = "one"
 
     def __post_init__(self) -> None:
-        if problems := list(self._problems()):
+        problems = list(self._problems())
+        if problems:
             raise ValueError(f"{self!r} is not a rejection rule: " + "; ".join(problems) + ".")
 
     def _problems(self) -> Iterator[str]:
@@ -102,16 +103,18 @@ def bound_problems(
 
 def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the median of the sequences' mean log-ratios, which estimates -KL, and the number of these sequences."""
-    # Not the mean, which a single broken sequence (log r = -20 throughout) moves away from all other sequences
+    # Not the mean: a single broken sequence (log r = -20 throughout) moves the mean away from all other sequences
     mean_B1 = ratio.mean_over_sequence_B1(ratio.values_BT.double())
     candidates_B = torch.where(ratio.has_evidence_B1, mean_B1, torch.nan).flatten()
-    # `nanquantile` ignores NaN, but raises for an empty tensor, so append one
-    median = torch.nanquantile(torch.nn.functional.pad(candidates_B, (0, 1), value=torch.nan), 0.5)
+    # `nanquantile` ignores NaN, but raises for an empty tensor, so append a NaN
+    candidates = torch.nn.functional.pad(candidates_B, (0, 1), value=torch.nan)
+    median = torch.nanquantile(candidates, 0.5)
     return torch.nan_to_num(median, nan=0.0), ratio.has_evidence_B1.sum()
 
 
 def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | float) -> torch.Tensor:
     """Return the mask [B, T] of tokens that `rule` accepts. `log_centre` shifts a band with `centre="measured"`."""
+    # The log of the rule's statistic: [B, T] for a token's ratio, [B, 1] for a sequence's
     log_r = ratio.values_BT.double()
     if rule.statistic == "sequence_ratio":
         log_r = log_r.sum(dim=-1, keepdim=True)
@@ -120,7 +123,7 @@ def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | fl
     if rule.centre == "measured":
         log_r = log_r - log_centre
     keep = torch.ones_like(log_r, dtype=torch.bool)
-    if rule.minimum:  # a minimum of 0 bounds nothing, as ratios are positive
+    if rule.minimum:  # a minimum of 0 bounds nothing, because ratios are positive
         keep &= log_r >= math.log(rule.minimum)
     if rule.maximum is not None:
         keep &= log_r <= math.log(rule.maximum)

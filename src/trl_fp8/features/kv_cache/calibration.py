@@ -6,20 +6,22 @@ vLLM 0.31 cannot calibrate scales itself. The flag `kv_calibration` chooses betw
               token is seen, but with the weights before the latest optimizer step
     policy    forwards with the new weights over a bounded number of tokens: the coming prompts and the latest rollouts
 
-The latest rollouts are all that training generated at one step, never those of an evaluation. Before the first
-rollouts both sources have only prompts. The forwards of `policy` see token ids but no images. For a model that takes
-images, `policy` therefore also uses the magnitudes of the old-log-prob pass, and the larger of the two count. The
-old-log-prob pass also counts the elements that were clipped under the
-scales of the rollouts. If there are too many in training, the margin is doubled.
+The latest rollouts are those of the last step at which training generated, from all generations of that step.
+Rollouts of an evaluation never count. Before the first rollouts both sources have only prompts.
 
-Everything that changes during a run is in a `KVState`. It is immutable: these calls of a step, in order, return the
-next one, all but `watching`:
+The forwards of `policy` see token ids but no images. So for a model that takes images, `policy` uses the larger of two
+magnitudes: that of its own forwards, and that of the old-log-prob pass.
 
-    state.expecting(prompts)              before each call of the engine
-    next_scales(state, calibration, ...)  in a sync, for the coming prompts
-    state.after_rollouts(...)             when all rollouts of a generation are there
-    with state.watching(hook): ...        around the trainer's forwards over the rollouts
-    state.saturation(calibration)         when TRL's batch is complete
+The old-log-prob pass also measures saturation: the share of elements that the scales of the rollouts clipped. If the
+share is too large in training, the margin is doubled.
+
+Everything that changes during a run is in a `KVState`, which is immutable. These are the calls of a step, in order:
+
+    state = state.expecting(prompts)                          before each call of the engine
+    scales, state = next_scales(state, calibration, model)    in a sync, for the coming prompts
+    state = state.after_rollouts(...)                         when all rollouts of a generation are there
+    with state.watching(hook): ...                            around the trainer's forwards over the rollouts
+    share, state = state.saturation(calibration)              when TRL's batch is complete
 """
 
 import json
@@ -41,9 +43,9 @@ from .observation import QKVObservation, bounded, observe_sequences, reduce_toge
 
 logger = get_logger(__name__)
 
-# Factor on the margin before the first rollouts. Then only prompts can be observed, and completions have larger
-# values: on the addition demo 1.26 times the prompts' largest |q|. A scale that is twice as large costs no precision,
-# because the relative error of a floating-point format is the same for all normal numbers
+# Factor on the margin as long as there are no rollouts. These scales come from prompts alone, and completions have
+# larger values: on the addition demo 1.26 times the prompts' largest |q|. A scale that is twice as large costs no
+# precision, because the relative error of a floating-point format is the same for all normal numbers
 PROMPTS_ONLY_MARGIN = 2.0
 # Share of clipped elements (beyond 448 * scale) in a layer's k or v above which the margin is doubled. A few in a
 # million do no harm
@@ -80,7 +82,9 @@ class NewRollouts:
 
 @dataclass(frozen=True, eq=False)
 class KVState:
-    """State that the next scales depend on, beside the weights. All but token ids is the same on every rank.
+    """State of a calibration. The next scales depend on it and on the weights.
+
+    Each rank has its own token ids. All other fields are the same on every rank.
 
     The fields in `SAVED` are what was learned from training's rollouts. A resumed run reads them back, so it
     calibrates as the uninterrupted run would.
@@ -90,11 +94,11 @@ class KVState:
     rollouts: list[list[int]] = field(default_factory=list)  # mode 'policy': token ids of that step, bounded
     amax_L3: Tensor | None = None  # over all rollouts of that step; None: nothing was observed yet, or not needed
     saturated_L2: Tensor | None = None  # share of clipped k and v in training's latest rollouts
-    margin_factor: float = 1.0  # multiplies the margin: 1, doubled up to 16 when rollouts saturate
+    margin_factor: float = 1.0  # factor on the margin of the next scales: 1, doubled up to 16 when rollouts saturate
 
     coming_prompts: list[list[int]] | None = None  # token ids; None: not known yet
-    margin_in_use: float | None = None  # margin in the engine's present scales, all factors included; None: no scales
-    factor_in_use: float = 1.0  # `margin_factor` in these scales; `margin_factor` itself may have grown since
+    margin_in_use: float | None = None  # margin in the engine's present scales, with all factors; None: no scales
+    factor_in_use: float = 1.0  # `margin_factor` of the engine's present scales
     new: NewRollouts | None = None
     evaluation_warned: bool = False  # a warning of saturation in an evaluation was given, once a run
 
@@ -103,20 +107,30 @@ class KVState:
         return replace(self, coming_prompts=prompts)
 
     def after_rollouts(
-        self, calibration: Calibration, sequences: Sequence[Sequence[int]], scales: KVScales, step: int | None
+        self,
+        calibration: Calibration,
+        sequences: Sequence[Sequence[int]],
+        scales: KVScales,
+        step: int | None,
+        margin_factor: float | None = None,
     ) -> "KVState":
         """Note new rollouts: token ids of prompt and completion, and the `scales` under which they were sampled.
 
-        `step` is the step of training; None: an evaluation. Raises `RuntimeError` if no scales were made yet, or if
-        `observed` does.
+        `step` is the step of training; None: an evaluation. `margin_factor` is that of `scales`; None: they are the
+        engine's present scales. Raises `RuntimeError` if no scales were made yet, or if `observed` does.
         """
         if self.margin_in_use is None:
             raise RuntimeError("rollouts arrived before next_scales() has made any scales for the engine.")
-        _, state = self.observed(calibration)
-        same_step = step == state.step
+        _, state = self.observed(calibration)  # before these rollouts replace the previous ones in `new`
         hook = calibration.hook
-        observation = QKVObservation(hook.layers, hook.device, scales_L3=scales.values.to(hook.device))
-        state = replace(state, new=NewRollouts(observation, step is not None, same_step, state.factor_in_use))
+        same_step = step == state.step
+        new = NewRollouts(
+            observation=QKVObservation(hook.layers, hook.device, scales_L3=scales.values.to(hook.device)),
+            in_training=step is not None,
+            same_step=same_step,
+            margin_factor=state.factor_in_use if margin_factor is None else margin_factor,
+        )
+        state = replace(state, new=new)
         if step is None:
             return state
         if calibration.mode != "policy":
@@ -147,6 +161,8 @@ class KVState:
         fraction_L3 = new.observation.saturated_fraction_L3
         reduce_together(calibration.reduce_max, amax_L3, fraction_L3)
         saturated_L2 = fraction_L3[:, 1:].cpu()
+        for layer in calibration.hook.skip_layers:
+            saturated_L2[layer] = 0  # the cache of this layer is BF16, which clips nothing
         clipped = bool(saturated_L2.max() > SATURATION_LIMIT)
         state = self._after_observation(calibration, amax_L3, saturated_L2, clipped)
         if clipped:
@@ -162,10 +178,11 @@ class KVState:
             return replace(self, new=None, evaluation_warned=self.evaluation_warned or clipped)
         factor = self.margin_factor
         if clipped:
-            # Double the factor of the rollouts' own scales: several generations between two syncs double it only once
+            # Double the factor of the scales that clipped, not the present one. If several generations share these
+            # scales, the factor then doubles only once
             factor = max(factor, min(2 * new.margin_factor, WIDEST_MARGIN_FACTOR))
         if calibration.mode == "policy" and not calibration.has_images:
-            amax_L3 = None
+            amax_L3 = None  # `next_scales` measures magnitudes in forwards of its own
         elif new.same_step and self.amax_L3 is not None:
             amax_L3 = torch.maximum(amax_L3, self.amax_L3.to(amax_L3.device))
         return replace(self, new=None, amax_L3=amax_L3, saturated_L2=saturated_L2, margin_factor=factor)
@@ -182,7 +199,7 @@ class KVState:
             clipped += f" (and a smaller share of {layers})"
         if self.new.in_training:
             if self.margin_factor > self.new.margin_factor:
-                return  # another generation under the same scales has widened the margin, and has warned
+                return  # these scales clipped in an earlier generation, too, which widened the margin and warned
             if self.margin_factor < WIDEST_MARGIN_FACTOR:
                 remedy = "the next sync doubles the margin. Nothing to do unless it repeats."
             else:
@@ -203,12 +220,13 @@ class KVState:
     def saturation(self, calibration: Calibration) -> tuple[Tensor | None, "KVState"]:
         """Return the share `[L, 2]` of clipped k and v, the largest over ranks, and the next state. Collective.
 
-        If the latest rollouts are an evaluation's, the share is theirs: call this after their old-log-prob pass.
-        Otherwise it is that of training's latest rollouts. None if no forward has seen the rollouts.
+        In an evaluation the share is that of its latest rollouts; call this after their old-log-prob pass. In training
+        it is that of the latest rollouts over which a forward has run. None if no forward has run.
         """
         saturated_L2, state = self.observed(calibration)
         if self.new is not None and not self.new.in_training:
-            return saturated_L2, replace(state, new=None)  # an evaluation has no later forward to observe
+            # An evaluation runs no later forward over its rollouts, so drop them even if none has run
+            return saturated_L2, replace(state, new=None)
         return state.saturated_L2, state
 
     def save(self, folder: str | Path, rank: int) -> None:
@@ -225,8 +243,8 @@ class KVState:
         """Return the saved state. Return this state if a run without an FP8 KV cache made the checkpoint."""
         path = Path(folder, STATE_FILE.format(rank))
         if not path.exists():
-            # A rank that the saved run did not have takes the first rank's state. If it took none, it would calibrate
-            # in a forward that the other ranks do not run, and wait for them forever
+            # The saved run had fewer ranks: read the first rank's state. Without a state this rank would calibrate in
+            # a forward that the other ranks do not run, and wait for them forever
             path = Path(folder, STATE_FILE.format(0))
         if not path.exists():
             return self
@@ -257,7 +275,6 @@ def next_scales(state: KVState, calibration: Calibration, model: nn.Module) -> t
         # Alternate both kinds: only the first `max_tokens` tokens are run, and neither kind may use them all up
         pairs = zip_longest(state.coming_prompts or (), state.rollouts)
         sequences = [sequence for pair in pairs for sequence in pair if sequence]
-        # Outliers of k are a property of the model, and finding them takes more operations: look once, at the start
         observation = observe_sequences(
             model,
             calibration.hook,
@@ -265,12 +282,13 @@ def next_scales(state: KVState, calibration: Calibration, model: nn.Module) -> t
             pad_token_id=calibration.pad_token_id,
             max_tokens=calibration.max_tokens,
             fused_lm_head=calibration.fused_lm_head,
+            # Outliers of k are a property of the model, and finding them takes more operations: look only at the start
             moments=only_prompts,
             reduce_max=calibration.reduce_max,
             forward=calibration.forward,
         )
         amax_L3 = observation.amax_L3
-        if state.amax_L3 is not None:
+        if state.amax_L3 is not None:  # from the old-log-prob pass, which also sees images
             amax_L3 = torch.maximum(amax_L3, state.amax_L3.to(amax_L3.device))
         if only_prompts:
             margin *= PROMPTS_ONLY_MARGIN

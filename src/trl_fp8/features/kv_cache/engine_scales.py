@@ -1,4 +1,7 @@
-"""`EngineScales`: the KV scales that each sync carries to the engine beside the weights."""
+"""`EngineScales`: the KV scales that each sync carries to the engine beside the weights.
+
+A sync calls `prepare` (calibrates), `write`, and `verify` (reads the engine's scales back and compares).
+"""
 
 from collections.abc import Callable
 
@@ -12,7 +15,7 @@ from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
 
 
 class EngineScales(EnginePart):
-    """The KV cache's part of an engine. It is also what each sync carries: it has the methods of `CarriedValue`."""
+    """The KV cache's part of an engine. It has the methods of `CarriedValue`, so each sync carries this object."""
 
     name = KV_SCALES
 
@@ -30,9 +33,9 @@ class EngineScales(EnginePart):
         return self
 
     def resume(self, scales_L3: torch.Tensor) -> None:
-        """Set the scales of a resumed run, until its first sync calibrates; does nothing after that.
+        """Set the scales of a resumed run until its first sync calibrates. After that sync this does nothing.
 
-        Such a run may begin with a loss on saved rollouts, which were sampled under these scales.
+        A resumed run may begin with a loss on saved rollouts, which were sampled under these scales.
         """
         if self.value is None:
             self.value = KVScales(scales_L3.cpu())

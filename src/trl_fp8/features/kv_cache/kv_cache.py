@@ -1,14 +1,16 @@
 """The trainer's side of the engine's FP8 KV cache: it calibrates the scales and simulates the rounding.
 
+`KVCache` has one method for each hook of a step. In the order of a step:
+
     `before_turn`              keeps the coming prompts, over which a calibration may run the policy
-    `engine_scales.py`         calibrates at each sync, and sends the scales to the engine
+    `calibrate`                computes scales at each sync, which sends them to the engine (engine_scales.py)
     `scoring`                  observes q, k and v of the old-log-prob pass, which decide the next scales
 
 With `simulate_kv_cache` the trainer also rounds k and v (and q) as the engine's cache does:
 
     `scoring`, `reference`     round under the scales of the latest sync
     `extend_batch`             adds these scales to the batch, a copy for each sequence, because TRL shuffles sequences
-    `begin_loss`               rounds under the scales of the loss's batch
+    `begin_loss`               rounds under the scales in the batch
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,14 +48,14 @@ class KVCache(Feature):
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
         self.hook = hook_of(trainer.model)
         self.hook.skip(recipe.kv_cache_skip_layers)
-        if args.skip_layers is None:  # kv_cache_skip_layers='auto'
+        if args.skip_layers is None:  # kv_cache_skip_layers='auto'; without the flag `skip_layers` is ()
             tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
                 error_L = observe_sequences(
                     trainer.model,
                     self.hook,
                     tokens,
-                    fused_lm_head=True,
+                    fused_lm_head=trainer.has_fused_head,
                     reduce_max=reduce_max,
                     forward=trainer.packed_forward,
                 ).logit_error_L
@@ -69,7 +71,7 @@ class KVCache(Feature):
             margin=args.kv_scale_margin,
             max_tokens=args.kv_calibration_tokens,
             pad_token_id=trainer._tokenizer.pad_token_id,
-            fused_lm_head=True,
+            fused_lm_head=trainer.has_fused_head,
             has_images=recipe.decoder == WRAPPED,
             reduce_max=reduce_max,
             forward=trainer.packed_forward,
@@ -77,7 +79,9 @@ class KVCache(Feature):
         self.kv_state = KVState()
         self._engine_scales = None  # an `EngineScales`; `engine_part` sets it
         self._sent: list[KVScales] = []  # scales of each sync that this process made, the latest last
-        self._logged: dict[bool, KVScales] = {}  # is in training -> scales whose metrics were added last
+        self._factors: list[float] = []  # for each sync in `_sent`: factor on the margin in its scales, see `KVState`
+        # True for training, False for evaluations -> the scales whose metrics were added last. Each is logged once
+        self._logged: dict[bool, KVScales] = {}
 
     def engine_part(self):
         from .engine_scales import EngineScales  # needs vllm
@@ -104,24 +108,29 @@ class KVCache(Feature):
 
     def after_sync(self) -> None:
         scales = self.latest_scales
+        # Scales are powers of two and rarely change. To save memory, `_sent` repeats the object of equal scales
         if self._sent and torch.equal(self._sent[-1].values, scales.values):
-            scales = self._sent[-1]  # keep one object for equal scales: powers of two rarely change
+            scales = self._sent[-1]
         self._sent.append(scales)
+        self._factors.append(self.kv_state.factor_in_use)
 
     def after_generation(self, rollouts: Rollouts) -> None:
+        # Age 0 is never refused: these rollouts were sampled after the latest sync
         if rollouts.age >= max(1, len(self._sent)):
             raise RuntimeError(
                 f"rollouts are {rollouts.age} syncs old, but this process has made only {len(self._sent)} syncs: the "
                 "rollouts come from another run, or from before a resume."
             )
-        # The rollouts may come from several syncs. Count clipped values under the smallest scales of these syncs,
-        # because they clip most
+        # The rollouts may come from any of the latest `age` + 1 syncs. Count clipped values under the smallest scales
+        # of these syncs, because the smallest scales clip most. Pass their smallest factor on the margin, too: if the
+        # margin was doubled after these rollouts, they do not double it again
         latest = self.latest_scales
         candidates = [latest, *self._sent[-1 - rollouts.age : -1]]
         smallest = KVScales(torch.stack([scales.values for scales in candidates]).amin(0))
         training = self.trainer.model.training
         step = self.trainer.state.global_step if training else None
-        self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, smallest, step)
+        factor = min(self._factors[-1 - rollouts.age :], default=None)
+        self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, smallest, step, factor)
         if self._logged.get(training) is latest:
             return
         self._logged[training] = latest
@@ -140,9 +149,13 @@ class KVCache(Feature):
 
     @contextmanager
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        """Use the policy's scales: the KL divergence compares two models, not two ways to round k and v."""
-        with self._as_engine(self.trainer.args.simulate_kv_cache):  # sets the scales of the policy's hook
-            hook = self.reference_hook or self.hook  # without a reference model, the policy with its adapters disabled
+        """Round the reference's k and v as the policy's: under the same scales, or not at all.
+
+        The KL divergence compares two models, not two ways to round k and v.
+        """
+        with self._as_engine(self.trainer.args.simulate_kv_cache):  # sets `self.hook.scales_L3`, which is read below
+            # Without a reference model the policy is the reference, with other adapters or none. The hook is the same
+            hook = self.reference_hook or self.hook
             with hook.as_engine(self.hook.scales_L3):
                 yield
 
@@ -152,8 +165,8 @@ class KVCache(Feature):
     def _as_engine(self, simulated: bool) -> AbstractContextManager:
         """Count positions as the engine does inside the block, and set the scales under which the policy rounds k, v.
 
-        Inside a loss the scales that `begin_loss` set stay. Elsewhere the policy rounds under the scales of the latest
-        sync if `simulated`, else not at all.
+        Inside a loss the scales of `begin_loss` stay in force. Elsewhere the policy rounds under the scales of the
+        latest sync if `simulated` is true, and does not round otherwise.
         """
         scales_L3 = self.hook.scales_L3
         if scales_L3 is None and simulated:
@@ -167,15 +180,17 @@ class KVCache(Feature):
         batch.record["kv_scales"] = self.latest_scales.values.tolist()
         saturated_L2, self.kv_state = self.kv_state.saturation(self.calibration)
         if saturated_L2 is not None:
-            fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
+            fp8_layers = [layer for layer in self.hook.kv_layers if layer not in self.hook.skip_layers]
+            fraction = saturated_L2[fp8_layers].mean().item()
             batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # the same on all ranks
             batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        self.hook.align(True)
-        # A resumed run may begin with saved rollouts, with their scales in the batch if the saved run simulated the
-        # cache. A delivery of weights before the first sync needs them even if this run does not simulate. After that
-        # sync `resume` does nothing
+        self.hook.align(True)  # count positions as the engine does, as in `scoring`, even if nothing is simulated
+        # A resumed run may begin with a loss on saved rollouts. If the saved run simulated the cache, the batch has
+        # their scales. `send_weights` may deliver the policy before this loss, and sends these scales, because no sync
+        # has calibrated any yet. This is so even if this run does not simulate the cache. After the first sync
+        # `resume` does nothing
         if ROLLOUT_SCALES in inputs:
             scales_L3 = inputs[ROLLOUT_SCALES][0]
             self._engine_scales.resume(scales_L3)
@@ -201,7 +216,7 @@ class KVCache(Feature):
         return {"kv_scales": self.latest_scales}
 
     def save(self, folder: str) -> None:
-        _, self.kv_state = self.kv_state.observed(self.calibration)
+        _, self.kv_state = self.kv_state.observed(self.calibration)  # include what the latest forward has shown
         self.kv_state.save(folder, self.trainer.accelerator.process_index)
 
     def load(self, folder: str) -> None:
@@ -228,7 +243,8 @@ class KVCache(Feature):
         self.trainer._batch_environments = [row.get("environment") for row in rows]
         prompts = []
         for row in rows:
-            prompt, images = row["prompt"], row.get("images") or [row.get("image")]
+            prompt = row["prompt"]
+            images = row.get("images") or [row.get("image")]
             if images != [None]:  # put the images into the prompt, as TRL does
                 prompt = prepare_multimodal_messages(prompt, images=images)
             prompts.append(prompt)

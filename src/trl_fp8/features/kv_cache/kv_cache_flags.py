@@ -134,7 +134,8 @@ class KVCacheFlags(FlagGroup):
             )
         skipped = self.kv_cache_skip_layers
         if skipped is not None:
-            layers = [str(item) for item in ([skipped] if isinstance(skipped, str | int) else skipped)]
+            items = [skipped] if isinstance(skipped, str | int) else skipped
+            layers = [str(item) for item in items]
             if layers != ["auto"] and not all(item.isdigit() for item in layers):
                 raise ValueError(
                     f"kv_cache_skip_layers={skipped!r} is neither 'auto' nor a list of layer numbers, for example "
@@ -142,15 +143,19 @@ class KVCacheFlags(FlagGroup):
                 )
             self.kv_cache_skip_layers = layers
         if self.kv_cache_dtype == "auto" and (self.simulate_kv_cache or self.kv_cache_skip_layers):
-            values = {name: getattr(self, name) for name in ("simulate_kv_cache", "kv_cache_skip_layers")}
-            without_effect = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
+            settings = []
+            if self.simulate_kv_cache:
+                settings.append(f"simulate_kv_cache={self.simulate_kv_cache!r}")
+            if self.kv_cache_skip_layers:
+                settings.append(f"kv_cache_skip_layers={self.kv_cache_skip_layers!r}")
+            without_effect = ", ".join(settings)
             raise ValueError(
                 f"{without_effect} with kv_cache_dtype='auto': without an FP8 KV cache it has no effect. Set "
                 "kv_cache_dtype='fp8', or remove it."
             )
         if self.simulate_kv_cache is None:
-            # FP8 weights make a larger mismatch than the cache, and hide its effect. If the policy calls the engine's
-            # kernels, weights make no mismatch
+            # FP8 weights make a larger mismatch than the cache, and hide the effect of a simulation. If the policy
+            # calls the engine's kernels, FP8 weights make no mismatch
             has_effect = self.policy_calls_engine or not self.fp8_weights
             self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and has_effect
         if self.kv_calibration is None:

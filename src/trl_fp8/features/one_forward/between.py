@@ -3,8 +3,8 @@
 FP8 magnifies small differences. If activations are off by one BF16 step (1/128 between 1 and 2), they cross a rounding
 boundary of e4m3 (steps of 1/8) so often that the error after the next linear layer is as large as that of quantization
 itself, and each layer adds to it. So norms, activation functions and rotary embeddings call the engine's modules.
-Embedding lookups, residual sums and other single products or sums need no kernel of the engine: each is rounded once,
-so it gives the same bits anywhere, if it is computed in BF16 and in the engine's order.
+Embedding lookups, residual sums and other single products or sums need no kernel of the engine. Each of these is
+rounded once, so its bits are the same anywhere, if it is computed in BF16 and in the engine's order.
 
 Each class is mixed into the class of a module (policy/swapped.py). The module then has two more attributes:
 `one_forward.on` says whether the module follows the engine now, and `engine` is the engine's function. `_engine_value`
@@ -81,20 +81,23 @@ class FollowedFusedMLP:
 class FollowedParallelLayer:
     """Mixed into a decoder layer whose attention and MLP read the same tensor.
 
-    The engine adds their outputs to each other first, and then to the layer's input. transformers uses another order.
+    The engine first adds the two outputs, and then adds their sum to the layer's input. transformers uses another
+    order.
     """
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         if not self.one_forward.on:
             return super().forward(hidden_states, *args, **kwargs)
-        outputs = []
+        outputs = []  # of attention and MLP
 
         def note(module: nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
-            outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+            states = output[0] if isinstance(output, tuple) else output
+            outputs.append(states.detach())
 
         with self.self_attn.register_forward_hook(note), self.mlp.register_forward_hook(note):
             policy_sum = super().forward(hidden_states, *args, **kwargs)
-        return with_value(policy_sum, hidden_states.detach() + (outputs[0] + outputs[1]))
+        engine_sum = hidden_states.detach() + (outputs[0] + outputs[1])
+        return with_value(policy_sum, engine_sum)
 
 
 class FollowedEmbedding:
@@ -119,8 +122,8 @@ class FollowedScaledEmbedding(FollowedEmbedding):
 class FollowedRotary:
     """Mixed into the module that computes cos and sin.
 
-    `engine` maps each layer type to the engine's rotary embedding of such layers. If all layers have one type, the key
-    is None.
+    `engine` maps each layer type to the engine's rotary embedding of these layers. For a model whose layers all have
+    one type, the layer type is None.
     """
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
@@ -130,7 +133,8 @@ class FollowedRotary:
         # Compute the policy's cos and sin for the backward, in FP32: transformers takes only device and dtype from x,
         # so pass an empty FP32 tensor
         cos, sin = super().forward(x[:0].float(), position_ids, *layer_types)
-        call = RotaryCall(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
+        positions = position_ids.expand(x.shape[:2]).flatten()  # `[B * S]`
+        call = RotaryCall(self.engine[layer_type], positions, cos, sin)
         return call, call
 
 
@@ -186,7 +190,7 @@ class RotaryPatch:
 def side_by_side(left: Tensor, right: Tensor) -> Tensor:
     """Concatenate two tensors `[..., N]` to rows `[T, 2 N]`.
 
-    The result is a view if they are adjacent columns of one tensor (the output of a fused linear layer), else a copy.
+    The result is a view if both are adjacent columns of one tensor (the output of a fused linear layer), else a copy.
     """
     width = left.shape[-1]
     left, right = left.flatten(0, -2), right.flatten(0, -2)

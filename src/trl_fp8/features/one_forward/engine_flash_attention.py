@@ -128,7 +128,8 @@ class PackedAttention:
         self._layer = layer
         impl = layer.impl
         self.scaling: float = impl.scale
-        self.window: int | None = impl.sliding_window[0] + 1 if impl.sliding_window[0] >= 0 else None
+        left = impl.sliding_window[0]  # number of earlier keys that a query sees; -1: all
+        self.window: int | None = left + 1 if left >= 0 else None
         self.softcap: float | None = impl.logits_soft_cap or None
 
     def __call__(
@@ -139,21 +140,25 @@ class PackedAttention:
         if layer.kv_cache_dtype.startswith("fp8") != (scales is not None):
             raise RuntimeError(f"scales {scales} for a layer whose KV cache is {layer.kv_cache_dtype!r}.")
         page_size = layer.kv_cache.shape[2]
-        pages = pages_of(starts, longest, len(query), page_size)
+        pages = pages_of(starts, longest, tokens=len(query), slots=page_size)
         # Pages `[P, S, G, D]` as in the engine's cache. They start as zeros, because slots behind a sequence's end
         # have weight 0, and 0 times a NaN in uninitialized memory would be NaN
         dtype = key.dtype if scales is None else torch.uint8
         shape = pages.count, pages.slots, *key.shape[1:]
         caches = [key.new_zeros(shape, dtype=dtype), key.new_zeros(shape, dtype=dtype)]
-        # The operator needs scales also for a BF16 cache, where it does not read them
-        k_scale, v_scale = (layer._k_scale, layer._v_scale) if scales is None else scales[1:]
+        if scales is None:  # a BF16 cache: the operator requires scales, but does not read them
+            k_scale = layer._k_scale
+            v_scale = layer._v_scale
+        else:
+            k_scale, v_scale = scales[1:]
         reshape_and_cache_flash(key, value, *caches, pages.slots_N, layer.kv_cache_dtype, k_scale, v_scale)
         kernel_query = query
         descale = {}
         if scales is not None:
-            kernel_query = layer.query_quant(query.flatten(1), scales[0])[0].view(query.shape)
+            query_codes, _ = layer.query_quant(query.flatten(1), scales[0])
+            kernel_query = query_codes.view(query.shape)
             caches = [cache.view(E4M3) for cache in caches]
-            by_head = [scale.expand(len(starts) - 1, key.shape[1]) for scale in scales]
+            by_head = [scale.expand(len(starts) - 1, key.shape[1]) for scale in scales]  # `[R, G]` each
             descale = dict(zip(("q_descale", "k_descale", "v_descale"), by_head, strict=True))
         output, lse_HN = flash_attn_varlen_func(
             q=kernel_query,
@@ -176,7 +181,7 @@ class PackedAttention:
         )
         if scales is None:
             return output, lse_HN, (query, key, value)
-        # Return q, k and v as they were rounded, k and v read back from the cache in the order of the tokens
+        # Return q, k and v as the engine rounds them. Read k and v back from the cache, in the order of the tokens
         codes = [kernel_query]
         for cache in caches:
             slots = cache.view(torch.uint8).flatten(0, 1)

@@ -3,7 +3,7 @@
 `SeparateKernels` keeps the compiler from fusing kernels. Batch invariance means that a kernel gives a row the same
 bits whatever other rows are in the batch. On CPU the reference kernels are batch invariant. On CUDA vLLM has a switch
 (VLLM_BATCH_INVARIANT), which makes most kernels invariant (gpu/NOTES.md): unquantized linear layers, the output head,
-routers and experts then run Triton kernels. It leaves three things to this package: attention
+routers and experts then run Triton kernels. The switch leaves three things to this package: attention
 (engine_flash_attention.py), norms and tiles.
 
 Norms. vLLM's CUDA kernel adds up a row in another order from 256 tokens on, and for a norm with a residual vLLM runs
@@ -17,10 +17,11 @@ A trainer adds the residual itself, in BF16, and calls rms_norm, which gives the
 
 Tiles. This module chooses the tiles of Triton kernels by a weight's shape, never by the number of rows. A tile with
 another number of rows uses another instruction of the tensor cores, and no manual says that two instructions add up in
-the same order. vLLM 0.31 chooses by the number of rows for output heads and some FP8 linear layers, and its tiles for
-narrow weights and FP8 experts are slow. No tile is fast both for one row and for thousands, so a comment at each tile
-below says which case it is for. The functions that return the tiles replace vLLM's permanently, because an engine
-calls them as long as it lives. Engines without batch invariance still run with vLLM's tiles.
+the same order. vLLM 0.31 chooses tiles by the number of rows for output heads and some FP8 linear layers, and its
+tiles for narrow weights and FP8 experts are slow. No tile is fast both for one row and for thousands of rows, so a
+comment at each tile below says for which case the tile was chosen. The functions that return the tiles replace vLLM's
+functions permanently, because an engine calls them as long as it lives. Engines without batch invariance still run
+with vLLM's tiles.
 """
 
 import os
@@ -88,7 +89,7 @@ class Invariance:
         return self.kernels.arguments() | attention
 
     def require(self, config: VllmConfig) -> None:
-        """Raise `ValueError` if settings of a running engine make it run other kernels. The message names them."""
+        """Raise `ValueError`, with the settings, if a running engine's settings make the engine run other kernels."""
         found = self.kernels.violated_by(config)
         backend = config.attention_config.backend
         if self.attention and backend and backend.name != self.attention:
@@ -123,9 +124,9 @@ def invariant_on_cuda() -> Iterator[None]:
     pin_tiles()
     # With the switch, vLLM also calls `init_batch_invariance`, which changes the trainer's process: NCCL gets one
     # channel and one thread, and softmax, mean and bmm of torch are replaced. An engine on one rank does not
-    # communicate, and calls none of these functions, so the call is replaced by one that does nothing. It would also
-    # switch ahead-of-time compilation off; VLLM_USE_AOT_COMPILE does that here. If the user has set the switch to 0,
-    # it stays 0, and `Invariance.require` raises
+    # communicate, and calls none of these functions of torch. So `init_batch_invariance` is replaced by a function
+    # that does nothing. vLLM's function also switches ahead-of-time compilation off, which VLLM_USE_AOT_COMPILE does
+    # here. If the user has set the switch to 0, the switch stays 0, and `Invariance.require` raises an error
     settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
     with (
         environment_restored(settings),
@@ -228,6 +229,7 @@ def _while_invariant(pinned: Callable, otherwise: Callable) -> Callable:
 
     @wraps(otherwise)
     def choose(*args, **kwargs):
-        return (pinned if envs.VLLM_BATCH_INVARIANT else otherwise)(*args, **kwargs)
+        chosen = pinned if envs.VLLM_BATCH_INVARIANT else otherwise
+        return chosen(*args, **kwargs)
 
     return choose

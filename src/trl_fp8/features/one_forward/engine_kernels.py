@@ -1,7 +1,8 @@
 """The kernels of a vLLM engine, as a policy calls them, and the `EnginePart` that provides them.
 
-Each call runs the engine's own module, with its kernel, on its tensors. The policy names modules by its own names. The
-engine's modules are found in the `Layout` (sync/pieces.py), which has the module of each tensor that a sync writes.
+Each call runs one of the engine's own modules, with the engine's kernel and tensors. Callers name modules as the
+policy does. The engine's module is looked up in the `Layout` (sync/pieces.py), which has the module of each tensor
+that a sync writes.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,8 +53,8 @@ def without_gradients(call: Callable) -> Callable:
 
     @wraps(call)
     def called(*args, **kwargs):
-        device = next(each for each in args if isinstance(each, Tensor)).device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        first_tensor = next(each for each in args if isinstance(each, Tensor))
+        with torch.no_grad(), torch.autocast(first_tensor.device.type, enabled=False):
             return call(*args, **kwargs)
 
     return called
@@ -63,8 +64,11 @@ class EngineLinear:
     """A linear layer of the engine, see `engine.kernels.Linear`."""
 
     def __init__(self, module: nn.Module, layout: Layout, spec: FormatSpec, layers: dict[str, str]):
-        """Wrap `module`. `layers` maps the policy's name of each layer that `module` computes to the engine's name."""
-        self._module, self._layout, self._format, self._names = module, layout, spec, layers
+        """Wrap `module`. `layers` has all layers that `module` computes: the policy's name -> the engine's name."""
+        self._module = module
+        self._layout = layout
+        self._format = spec
+        self._names = layers
         self.layers = tuple(layers)
 
     @without_gradients
@@ -88,34 +92,39 @@ class VLLMKernels:
             attention: Makes an `engine.kernels.Attention` from a layer of vLLM's.
             tokens: The largest number of tokens that the engine's experts can compute in one call.
         """
-        self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
+        self._model = model
+        self._layout = layout
+        self._recipe = recipe
+        self._tokens = tokens
         text = model.get_language_model() if supports_multimodal(model) else model
         # Families whose head is always tied to the embedding have no module for the head
         self._head = getattr(text, HEAD, None) or text.model.embed_tokens
         self._layers = attention_layers(model)
-        self._attend = cache(lambda number: attention(self._layers[number]))
+        self._attend = cache(lambda number: attention(self._layers[number]))  # makes each layer's attention once
         self._modules = dict(model.named_modules())
         self._names = {module: name for name, module in self._modules.items()}
         self._linears: dict[nn.Module, EngineLinear] = {}
 
     def linear(self, layer: str) -> EngineLinear:
         module = self._head if layer == HEAD else self._module(layer)
-        if module not in self._linears:
-            layers = {HEAD: HEAD}  # the policy's name -> the engine's
-            if layer != HEAD:
-                layers = {}
-                for piece in self._layout.pieces.values():
-                    if piece.module is module and piece.attribute == "weight":
-                        name = piece.name.removesuffix(".weight")
-                        layers[self._recipe.linears[name]] = name
-            self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
+        if module in self._linears:
+            return self._linears[module]
+        layers = {}  # the policy's name -> the engine's name, of each layer that `module` computes
+        if layer == HEAD:
+            layers[HEAD] = HEAD
+        else:
+            for piece in self._layout.pieces.values():
+                if piece.module is module and piece.attribute == "weight":
+                    name = piece.name.removesuffix(".weight")
+                    layers[self._recipe.linears[name]] = name
+        self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
         return self._linears[module]
 
     def reads(self, piece: Piece) -> bool:
         """Return whether a trainer that calls these kernels reads this tensor of the engine.
 
-        It reads all but the embedding, because it looks embeddings up in its own weight. A weight that the head and
-        the embedding share is read as the head's.
+        The trainer reads all tensors except the embedding, because it looks embeddings up in its own weight. A weight
+        that the head and the embedding share is read as the head's.
         """
         return not isinstance(piece.module, VocabParallelEmbedding) or piece.parameter is self._head.weight
 
@@ -141,11 +150,16 @@ class VLLMKernels:
         rotary = self._rotary(layer)
         if rotary is None:
             raise self._unknown(f"the rotary embedding of layer {layer}", None)
-        # Clone, because CUDA's kernel writes its output into its arguments
-        return without_gradients(lambda positions, query, key: rotary(positions, query.clone(), key.clone()))
+
+        @without_gradients
+        def rotate(positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            # Clone, because CUDA's kernel writes its output into its arguments
+            return rotary(positions, query.clone(), key.clone())
+
+        return rotate
 
     def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        table = getattr(self._rotary(layer), "cos_sin_cache", None)
+        table = getattr(self._rotary(layer), "cos_sin_cache", None)  # [positions, 2 F]: cos, then sin
         return None if table is None else table[positions].chunk(2, -1)
 
     def _rotary(self, layer: int) -> nn.Module | None:
@@ -153,12 +167,15 @@ class VLLMKernels:
         return getattr(self._modules[attention], "rotary_emb", None)
 
     def reference_activation(self, mlp: str, gate_up: Tensor) -> Tensor | None:
-        act = getattr(self._modules.get(self._recipe.engine_name(mlp)), "act_fn", None)
+        engine_mlp = self._modules.get(self._recipe.engine_name(mlp))
+        act = getattr(engine_mlp, "act_fn", None)
         return act.forward_native(gate_up) if isinstance(act, CustomOp) else None
 
     def eps(self, module: str) -> float | None:
         piece = self._layout.pieces.get(f"{self._recipe.engine_name(module)}.weight")
-        return piece.module.variance_epsilon if piece is not None and isinstance(piece.module, NORMS) else None
+        if piece is None or not isinstance(piece.module, NORMS):
+            return None
+        return piece.module.variance_epsilon
 
     def attention(self, layer: int) -> object:
         return self._attend(layer)
@@ -188,9 +205,10 @@ class VLLMKernels:
         @without_gradients
         def compute(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             ids = chosen.to(experts.quant_method.topk_indices_dtype or torch.int32)
-            tensors = x.split(self._tokens), weights.float().split(self._tokens), ids.split(self._tokens)
-            # On CUDA the next call overwrites the memory of an output. `cat` copies it, even a single part
-            return torch.cat([experts.forward_modular(*part) for part in zip(*tensors, strict=True)])
+            tokens = self._tokens
+            parts = zip(x.split(tokens), weights.float().split(tokens), ids.split(tokens), strict=True)
+            outputs = [experts.forward_modular(*part) for part in parts]
+            return torch.cat(outputs)
 
         return compute
 
@@ -204,8 +222,10 @@ class VLLMKernels:
             note(layers, args[0], output[0] if isinstance(output, tuple) else output)
 
         with ExitStack() as handles:
-            for module, linear in self._linears.items():
-                handles.enter_context(module.register_forward_hook(partial(hook, linear.layers)))
+            for module, linear in self._linears.items():  # those that `linear` has returned
+                # vLLM calls no forward of an output head. If embeddings are the head, their inputs are token ids
+                if not isinstance(module, VocabParallelEmbedding):
+                    handles.enter_context(module.register_forward_hook(partial(hook, linear.layers)))
             yield
 
     def _module(self, name: str) -> nn.Module:
@@ -216,12 +236,16 @@ class VLLMKernels:
         return piece.module
 
     def _inside(self, engine_name: str, kind: type[nn.Module], name: str) -> nn.Module:
-        """Return the first module of class `kind` inside one of the engine's; `name` is the policy's, for an error."""
-        found = self._modules.get(engine_name)
-        for module in () if found is None else found.modules():
-            if isinstance(module, kind):
-                return module
-        raise self._unknown(name, found)
+        """Return the first module of class `kind` inside the engine's module `engine_name`.
+
+        `name` is the policy's name of the module, for an error.
+        """
+        outer = self._modules.get(engine_name)
+        if outer is not None:
+            for module in outer.modules():
+                if isinstance(module, kind):
+                    return module
+        raise self._unknown(name, outer)
 
     def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
         """Return the error for the policy's module `name`. `found` is what the engine has in its place."""
@@ -242,7 +266,9 @@ class CPUAttention:
         self._attend = attend_packed
         self._fp8 = layer.kv_cache_dtype.startswith("fp8")
         impl = layer.impl
-        self.scaling, self.window, self.softcap = impl.scale, impl.sliding_window, impl.logits_soft_cap
+        self.scaling = impl.scale
+        self.window = impl.sliding_window
+        self.softcap = impl.logits_soft_cap
         self._sinks = impl.sinks
 
     def __call__(
@@ -250,9 +276,11 @@ class CPUAttention:
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
         if self._fp8 != (scales is not None):
             raise RuntimeError(f"KV scales are {scales} for a layer whose cache is {'' if self._fp8 else 'not '}FP8.")
-        if scales is not None:  # the CPU engine rounds no query
-            key, value = cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
+        if scales is not None:  # round only k and v: the CPU engine rounds no query
+            key = cache_round_trip(key, scales[1])
+            value = cache_round_trip(value, scales[2])
         options = self.scaling, self.window, self.softcap, self._sinks
+        # lse_HN is the log-sum-exp `[H, T]`
         output, lse_HN = self._attend(query, key, value, starts, *options)
         return output, lse_HN, (query, key, value)
 
@@ -293,17 +321,26 @@ class SharedKernelsPart(KernelsPart):
     def reference_weights(self, generation: Generation, model: nn.Module) -> ReferenceWeights:
         """Return the weights of the reference `model`, in the form in which the engine stores weights.
 
-        `model` is either TRL's copy of the policy, or the policy itself. In the second case its adapters are disabled
-        during each pass of the reference, or TRL's copy of the adapters is active.
+        `model` is either TRL's copy of the policy, or the policy itself. During a pass of the reference, the adapters
+        of the policy are disabled, or TRL's copy of the adapters is active.
         """
-        weights, layout, replicas = generation.weights, generation.engine.layout, generation.replicas
-        frozen = {name for part in generation.delivery.frozen for name in part.layout.names}
-        pieces = [piece for piece in layout.pieces.values() if isinstance(piece.parameter, nn.Parameter)]
-        read = layout.part({piece.name for piece in pieces if self.kernels.reads(piece)} - frozen)
-        names = frozenset(read.names)
-        part = TensorGroup(read, partial(weights.reference, model, names), one_by_one=weights.yields_one_by_one(model))
+        weights = generation.weights
+        layout = generation.engine.layout
+        frozen: set[str] = set()  # names of tensors that are not trained: policy and reference share these tensors
+        for group in generation.delivery.frozen:
+            frozen.update(group.layout.names)
+        read = set()  # names of the policy's tensors that the trainer's kernels read
+        for piece in layout.pieces.values():
+            if isinstance(piece.parameter, nn.Parameter) and self.kernels.reads(piece):
+                read.add(piece.name)
+        reference_layout = layout.part(read - frozen)
+        names = frozenset(reference_layout.names)
+        source = partial(weights.reference, model, names)
+        part = TensorGroup(reference_layout, source, one_by_one=weights.yields_one_by_one(model))
         parameters = partial(weights.parts_of_reference, model, names)
-        return ReferenceWeights(generation.delivery, part, parameters, replicas and replicas.reduce_max)
+        replicas = generation.replicas
+        reduce_max = None if replicas is None else replicas.reduce_max
+        return ReferenceWeights(generation.delivery, part, parameters, reduce_max)
 
 
 def invariance_of(platform: Platform) -> Invariance:

@@ -11,13 +11,13 @@ Four computations give log-probs of the rollouts. Each part of the mismatch is t
     the engine, when it sampled the rollouts
 
 On the first rollouts and every `explain_mismatch_steps` steps the policy scores the rollouts twice more: by its own
-forward, and with the engine's kernels as in one forward. If the engine held wrong weights, the second pass would
-compute with the same wrong weights and hide the fault. So two faults are ruled out:
+forward, and with the engine's kernels as in one forward. The second pass computes with the weights in the engine. If
+these are wrong, the pass has the same fault as the rollouts and would hide it. So two faults are brought to light:
 
-    the rollouts came from wrong weights   the weights are sent once more before the pass, and an audit proves that
-                                           they arrived
-    syncs send wrong weights               each module is compared with its own forward (same_model.py). If rounding
-                                           does not explain a difference, the whole mismatch counts as unexplained
+    rollouts from wrong weights      the weights are sent once more before the passes, and an audit proves that they
+                                     arrived. Then only the rollouts have the fault, and it counts as unexplained
+    syncs that send wrong weights    each module is compared with its own forward (same_model.py). If rounding does
+                                     not explain a difference, the whole mismatch counts as unexplained
 
 With `fp8_forward="one_forward"` the trainer's log-probs already come from the engine's kernels, so no pass is needed
 and the whole mismatch is unexplained. Scoring is not measured there, nor with `router_replay="rollout"`. The three
@@ -70,12 +70,14 @@ class Explanation(Feature):
             return
         self._obstacle = obstacle(self.trainer, numerics, kernels)
         if self._obstacle is None:
-            try:  # a module may have no counterpart in the engine
+            try:
                 require_followable(self.trainer.model, self.trainer.recipe, "bf16")
-                with self._followed():
+                with self._followed():  # follow once, to find modules without a counterpart in the engine
                     pass
             except ValueError as error:
-                self._obstacle = str(error).partition(" Set fp8_forward")[0].rstrip(".")
+                # Leave out the remedy, which is about a flag that is not set in this run
+                reason, _, _ = str(error).partition(" Set fp8_forward")
+                self._obstacle = reason.rstrip(".")
         if self._obstacle is not None:
             self.trainer.accelerator.print(
                 f"No split of the mismatch into an explained and an unexplained part: {self._obstacle}.", flush=True
@@ -91,34 +93,39 @@ class Explanation(Feature):
         if self._obstacle is not None or ratio is None or not trainer.model.training or is_early:
             return
         self._latest = step
-        plain_BT = ratio.trainer_BT  # log-probs of the policy's own forward
-        logps_BT = ratio.trainer_BT  # log-probs of the engine's kernels
+        # Log-probs of the policy's own forward, and of the engine's kernels. Without a pass they are the trainer's
+        plain_BT = ratio.trainer_BT
+        kernels_BT = ratio.trainer_BT
         differences: list[str] = []
         pairs = {}  # metric -> the log-probs whose k3 it is
         if not trainer.args.policy_calls_engine:
             trainer.vllm_generation.send_weights()
-            # With this value the trainer uses the rollouts' experts, unlike this pass, so scoring is not measured
+            # This pass does not replay the rollouts' experts. If the trainer does, scoring is not measured
             if getattr(trainer.args, "router_replay", "off") != "rollout":
                 plain_BT = self._plainly_scored(batch)
                 pairs[SCORING] = ratio.trainer_BT, plain_BT
             with self._followed() as (hook, forward):
                 with as_rollouts_saw(trainer.features), scored_by(followed_head(forward)):
-                    logps_BT = self._scored(batch)
+                    kernels_BT = self._scored(batch)
                 differences = compare_modules(trainer, self._kernels, hook, forward).findings.lines()
             self.passes += 1
-        count = torch.tensor(float(len(differences)), device=logps_BT.device)
-        is_other_model = trainer.accelerator.reduce(count) > 0
-        if is_other_model:  # count the whole mismatch as unexplained
-            logps_BT = plain_BT
-        pairs[EXPLAINED] = plain_BT, logps_BT
-        pairs[UNEXPLAINED] = logps_BT, ratio.rollout_BT
+        count = torch.tensor(float(len(differences)), device=kernels_BT.device)
+        is_other_model = trainer.accelerator.reduce(count) > 0  # on any rank
+        if is_other_model:
+            kernels_BT = plain_BT  # the explained part is then 0, and the whole mismatch unexplained
+        pairs[EXPLAINED] = plain_BT, kernels_BT
+        pairs[UNEXPLAINED] = kernels_BT, ratio.rollout_BT
         metrics = {}
         for name, pair in pairs.items():
-            parts = torch.stack(k3_parts(*pair, ratio.mask_BT))
-            metrics[name] = mean_of(*trainer.accelerator.gather(parts).view(-1, 2).sum(0).tolist())
+            sum_and_count = torch.stack(k3_parts(*pair, ratio.mask_BT))
+            by_rank = trainer.accelerator.gather(sum_and_count).view(-1, 2)
+            total, tokens = by_rank.sum(0).tolist()
+            metrics[name] = mean_of(total, tokens)
         batch.metrics |= metrics
-        named = listed(differences, SHOWN, "\n  ") or "modules on another rank"
-        self._report(values_of(metrics), named if is_other_model else "")
+        modules = ""
+        if is_other_model:
+            modules = listed(differences, SHOWN, "\n  ") or "modules on another rank"
+        self._report(values_of(metrics), modules)
 
     def _report(self, values: dict[str, float], differences: str) -> None:
         """Warn of large scoring and unexplained parts, and print a note on a large explained part, each once a run."""
@@ -159,8 +166,9 @@ class Explanation(Feature):
         """Return log-probs `[B, T]` of the policy's own forward. It simulates the KV cache if the trainer does."""
         trainer = self.trainer
         with hooked(trainer.model) as hook, self._evaluating(), as_rollouts_saw(trainer.features):
-            unsimulated = trainer.recipe.fp8_kv_cache and not trainer.args.simulate_kv_cache
-            with hook.as_engine(None) if unsimulated else nullcontext():
+            # `as_rollouts_saw` simulates an FP8 KV cache; scales of None switch that off
+            switch_off = trainer.recipe.fp8_kv_cache and not trainer.args.simulate_kv_cache
+            with hook.as_engine(None) if switch_off else nullcontext():
                 return self._scored(batch)
 
     def _scored(self, batch: Batch) -> Tensor:
@@ -215,5 +223,6 @@ def k3_parts(logps_BT: Tensor, other_BT: Tensor, mask_BT: Tensor) -> tuple[Tenso
     log r is `logps_BT` minus `other_BT`.
     """
     ratio = log_ratio(logps_BT, other_BT, mask_BT)
-    values_BT = ratio.values_BT.double()
-    return (torch.expm1(values_BT) - values_BT).sum(), ratio.scored_BT.sum().double()
+    log_r_BT = ratio.values_BT.double()  # 0 where not scored
+    r_minus_1_BT = torch.expm1(log_r_BT)
+    return (r_minus_1_BT - log_r_BT).sum(), ratio.scored_BT.sum().double()

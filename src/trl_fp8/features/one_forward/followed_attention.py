@@ -14,6 +14,10 @@ An FP8 kernel also rounds p before it sums p v, so its output has an error. Flas
 sum(p * dp) as sum(do * output). There the output's error would be the same for all keys of a query, and would not
 average out. If q, k and v were rounded, output and lse are therefore computed once more in BF16 before that backward.
 
+transformers calls `FollowedAttention.attend` with a padded batch. `Sequences` packs the batch, and `packed_attention`
+calls the engine's kernel. `flash_gradients` and `plain_gradients` are the two backwards. `Pages` are for kernels that
+read k and v from a paged cache (engine_flash_attention.py).
+
 Shape letters: B rows, T tokens of a padded row, N tokens of all sequences, R sequences, L tokens of the longest
 sequence, H query heads, G key heads, M = H / G, D head size, C queries of a chunk, S keys.
 """
@@ -42,30 +46,33 @@ class Sequences:
     shape: tuple[int, int]  # (B, T)
     starts: Tensor  # index of each sequence's first token, and N at the end; int32 `[R + 1]`
     longest: int  # an upper bound of the sequences' lengths
-    rows_N: Tensor | None  # indices of packed tokens among B * T; None: all are packed, padding as own sequences
+    rows_N: Tensor | None  # indices of packed tokens among B * T; None: all are packed, padding as separate sequences
 
     @classmethod
     def of(cls, real_BT: Tensor | None, rows: int, length: int, device: torch.device) -> "Sequences":
         """Return the sequences of `[rows, length]` tokens. `real_BT` is False at padding; None: there is no padding.
 
-        Padding may be on both sides of a row. On a CPU it is left out. On a GPU the host would have to wait for the
-        number of tokens that are left. So there the padding on each side of a row is a sequence of its own, which may
-        be empty.
+        Padding may be on both sides of a row. On a CPU padding is left out. On a GPU the host would have to wait for
+        the number of tokens that are left. So on a GPU the padding on each side of a row is a sequence of its own,
+        which may be empty.
         """
         rows_N = None
-        end = rows * length
-        first_B = torch.arange(0, end, length, device=device)
+        tokens = rows * length  # number of packed tokens
+        row_starts_B = torch.arange(0, rows * length, length, device=device)
         if real_BT is None:
-            starts = first_B
+            starts = row_starts_B
         elif device.type == "cpu":
             lengths_B = real_BT.sum(-1)
             starts = lengths_B.cumsum(0) - lengths_B
             rows_N = real_BT.flatten().nonzero()[:, 0]
-            end = len(rows_N)
+            tokens = len(rows_N)
         else:
-            real_B = first_B + real_BT.int().argmax(-1)
-            starts = torch.stack([first_B, real_B, real_B + real_BT.sum(-1)], -1).flatten()
-        return cls((rows, length), torch.cat([starts, starts.new_full((1,), end)]).int(), length, rows_N)
+            # Three sequences for each row: padding on the left, real tokens, padding on the right
+            real_starts_B = row_starts_B + real_BT.int().argmax(-1)
+            real_ends_B = real_starts_B + real_BT.sum(-1)
+            starts = torch.stack([row_starts_B, real_starts_B, real_ends_B], -1).flatten()
+        starts = torch.cat([starts, starts.new_full((1,), tokens)]).int()
+        return cls(shape=(rows, length), starts=starts, longest=length, rows_N=rows_N)
 
     def packed(self, states_BHTD: Tensor) -> Tensor:
         """Return `[N, H, D]` of `[B, H, T, D]`."""
@@ -100,9 +107,20 @@ class FollowedAttention:
         def kernel(*packed: Tensor) -> tuple:
             return engine(*packed, batch.starts, batch.longest, scales)
 
-        packed = (batch.packed(tensor.to(torch.bfloat16)) for tensor in states)
-        mask = engine.scaling, engine.window, engine.softcap
-        return batch.padded(packed_attention(kernel, *packed, batch.starts, batch.longest, *mask, options.get(SINKS)))
+        query, key, value = (batch.packed(state.to(torch.bfloat16)) for state in states)
+        output_NHD = packed_attention(
+            kernel,
+            query,
+            key,
+            value,
+            starts=batch.starts,
+            longest=batch.longest,
+            scaling=engine.scaling,
+            window=engine.window,
+            softcap=engine.softcap,
+            sinks_H=options.get(SINKS),
+        )
+        return batch.padded(output_NHD)
 
 
 def packed_attention(
@@ -119,9 +137,9 @@ def packed_attention(
 ) -> Tensor:
     """Return the output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
 
-    `engine` is called without gradients. It returns the output, lse `[H, N]`, and the rounded q, k, v. If it does not
-    round, these have to be the same objects as its arguments. `sinks_H` are the policy's sinks, passed only to get a
-    gradient: the kernel reads the engine's sinks. The other arguments are those of `engine.kernels.Attention`.
+    `engine` is called without gradients. It returns the output, lse `[H, N]`, and the rounded q, k, v. A kernel that
+    does not round has to return its arguments themselves as q, k, v. `sinks_H` are the policy's sinks, passed only to
+    get a gradient: the kernel reads the engine's sinks. The other arguments are those of `engine.kernels.Attention`.
     """
     options = (starts, longest, scaling, window, softcap)
     return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, sinks_H, *options)
@@ -131,6 +149,7 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, query, key, value, sinks_H, starts, longest, scaling, window, softcap):
         output, lse_HN, rounded = engine(query, key, value)
+        # Whether the kernel rounded neither q nor k nor v
         ctx.is_exact = all(after is before for after, before in zip(rounded, (query, key, value), strict=True))
         ctx.dtypes = query.dtype, key.dtype, value.dtype
         ctx.options = longest, scaling, window, softcap
@@ -143,19 +162,23 @@ class _PackedAttention(torch.autograd.Function):
         *rounded, output, lse_HN, starts, sinks_H = ctx.saved_tensors
         longest, scaling, window, softcap = ctx.options
         if in_flash_attention(rounded[0], softcap):
-            softmax = (output, lse_HN) if ctx.is_exact else None
+            softmax = (output, lse_HN) if ctx.is_exact else None  # None: `flash_gradients` computes both once more
             dqkv = flash_gradients(rounded, softmax, gradient, starts, longest, scaling, window)
         else:
             dqkv = plain_gradients(rounded, lse_HN, gradient, starts, longest, scaling, window, softcap)
         dq, dk, dv = (each.to(dtype) for each, dtype in zip(dqkv, ctx.dtypes, strict=True))
-        d_sinks = sinks_gradient(sinks_H, lse_HN, output, gradient) if ctx.needs_input_grad[4] else None  # 4: sinks_H
+        d_sinks = None
+        if ctx.needs_input_grad[4]:  # the gradient of `sinks_H`
+            d_sinks = sinks_gradient(sinks_H, lse_HN, output, gradient)
         return None, dq, dk, dv, d_sinks, None, None, None, None, None
 
 
 def in_flash_attention(query: Tensor, softcap: float | None) -> bool:
     """Return whether torch's FlashAttention has this backward: CUDA, 16 bits, no soft cap, head size 8, 16 ... 256."""
-    has_head_size = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and has_head_size and not softcap
+    head_size = query.shape[-1]
+    has_head_size = head_size % 8 == 0 and head_size <= 256
+    has_16_bits = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and has_16_bits and has_head_size and not softcap
 
 
 def flash_gradients(
@@ -172,15 +195,21 @@ def flash_gradients(
     `softmax` is the output and lse `[H, N]` of the forward. If it is None, both are computed once more, without sinks:
     on a GPU, one forward refuses models with sinks (engine_flash_attention.py).
     """
-    options = (starts, starts, longest, longest, 0.0, True)  # of queries, of keys; without dropout, causal
+    dropout = 0.0
+    is_causal = True
+    # Starts of sequences, and their largest length, first of queries and then of keys
+    options = (starts, starts, longest, longest, dropout, is_causal)
     left = -1 if window is None else window - 1  # -1: no window
     named = {"scale": scaling, "window_size_left": left, "window_size_right": 0}
     query = rounded[0]
     if softmax is None:
-        softmax = torch.ops.aten._flash_attention_forward(*rounded, *options, False, **named)[:2]
-    no_dropout = query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)  # random state
+        return_debug_mask = False
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(*rounded, *options, return_debug_mask, **named)
+        softmax = (output, lse)
+    # The state of the random numbers for dropout: two numbers and an unused tensor
+    random_state = query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)
     gradient = gradient_NHD.to(query.dtype).contiguous()
-    return torch.ops.aten._flash_attention_backward(gradient, *rounded, *softmax, *options, *no_dropout, **named)
+    return torch.ops.aten._flash_attention_backward(gradient, *rounded, *softmax, *options, *random_state, **named)
 
 
 def plain_gradients(
@@ -207,19 +236,30 @@ def plain_gradients(
         filled[rows_N] = packed.to(dtype)
         return filled.unflatten(0, (sequences, longest)).transpose(1, 2).unflatten(1, (groups, -1))
 
-    q_RGMLD, do_RGMLD = padded(rounded[0]), padded(gradient_NHD)
-    k_RGLD, v_RGLD = padded(rounded[1]).squeeze(2), padded(rounded[2]).squeeze(2)
+    q_RGMLD = padded(rounded[0])
+    k_RGLD = padded(rounded[1]).squeeze(2)
+    v_RGLD = padded(rounded[2]).squeeze(2)
+    do_RGMLD = padded(gradient_NHD)
     lse_RGML = padded(lse_HN.t(), float("inf"))  # so that p is 0 for queries that are padding
-    dq, dk, dv = torch.zeros_like(q_RGMLD), torch.zeros_like(k_RGLD), torch.zeros_like(v_RGLD)
+    dq = torch.zeros_like(q_RGMLD)
+    dk = torch.zeros_like(k_RGLD)
+    dv = torch.zeros_like(v_RGLD)
     position = torch.arange(longest, device=starts.device)
     chunk = max(1, scores // (sequences * heads * longest))
     for start in range(0, longest, chunk):  # queries `start .. end` of all sequences at a time
         end = min(start + chunk, longest)
         first_key = 0 if window is None else max(0, start - window + 1)  # the first key that query `start` sees
-        queries, keys = slice(start, end), slice(first_key, end)
+        queries = slice(start, end)
+        keys = slice(first_key, end)
         distance_CS = position[queries, None] - position[keys]
-        hidden_CS = (distance_CS < 0) if window is None else (distance_CS < 0) | (distance_CS >= window)
-        q, do, k, v = q_RGMLD[..., queries, :], do_RGMLD[..., queries, :], k_RGLD[:, :, keys], v_RGLD[:, :, keys]
+        hidden_CS = distance_CS < 0  # keys after the query
+        if window is not None:
+            hidden_CS = hidden_CS | (distance_CS >= window)
+        q = q_RGMLD[..., queries, :]
+        do = do_RGMLD[..., queries, :]
+        k = k_RGLD[:, :, keys]
+        v = v_RGLD[:, :, keys]
+        # The formulas at the top of this file, and the soft cap
         s_RGMCS = scaling * _per_group(q, k.mT)
         if softcap:
             tanh = torch.tanh(s_RGMCS / softcap)
@@ -243,8 +283,10 @@ def plain_gradients(
 def sinks_gradient(sinks_H: Tensor, lse_HN: Tensor, output_NHD: Tensor, gradient_NHD: Tensor) -> Tensor:
     """Return the gradient of the sinks `[H]`. Computes sum(p * dp) as sum(output * gradient), without p."""
     wide = lse_HN.dtype
-    share_HN = (sinks_H.to(torch.bfloat16).to(wide)[:, None] - lse_HN).exp()  # the engine's sinks are BF16
-    return -(share_HN * (output_NHD.to(wide) * gradient_NHD.to(wide)).sum(-1).t()).sum(-1).to(sinks_H.dtype)
+    engine_sinks_H = sinks_H.to(torch.bfloat16).to(wide)  # the engine's sinks are BF16
+    share_HN = (engine_sinks_H[:, None] - lse_HN).exp()
+    p_dp_NH = (output_NHD.to(wide) * gradient_NHD.to(wide)).sum(-1)  # sum(p * dp)
+    return -(share_HN * p_dp_NH.t()).sum(-1).to(sinks_H.dtype)
 
 
 def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:
@@ -271,10 +313,12 @@ class Pages(NamedTuple):
 
 def pages_of(starts: Tensor, longest: int, tokens: int, slots: int) -> Pages:
     """Return pages of `slots` slots for packed sequences with `tokens` tokens in all. `starts`: see `Sequences`."""
-    used_R = (starts.diff().long() + slots - 1) // slots  # pages of each sequence
+    used_R = (starts.diff().long() + slots - 1) // slots  # number of pages of each sequence
     first_R = used_R.cumsum(0) - used_R  # first page of each sequence
-    count = tokens // slots + len(used_R)
+    count = tokens // slots + len(used_R)  # each sequence may leave its last page partly empty
     sequence_N, position_N = _token_places(starts, tokens)
-    table = first_R[:, None] + torch.arange(-(-longest // slots), device=starts.device)
+    slots_N = first_R[sequence_N] * slots + position_N
+    most_pages = -(-longest // slots)  # of one sequence; rounded up
+    table = first_R[:, None] + torch.arange(most_pages, device=starts.device)
     table = table.clamp_max_(count - 1).to(torch.int32)
-    return Pages(slots, count, first_R[sequence_N] * slots + position_N, table)
+    return Pages(slots=slots, count=count, slots_N=slots_N, table=table)

@@ -35,7 +35,7 @@ class FollowedRouter:
         logits_TE, weights_TK, chosen_TK = self.engine(tokens_of(hidden_states))
 
         def engine_logits(_: Tensor) -> Tensor:
-            # FP32 lets the softmax, the gate weights and their gradients be FP32, too
+            # From FP32 logits the softmax, the gate weights and their gradients are FP32, too
             return logits_TE.float()
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -44,7 +44,8 @@ class FollowedRouter:
 
         with substituted(F, "linear", linear), _EnginesChoice(chosen_TK.long(), logits_TE.shape):
             followed_TE, own_TK, used_TK = super().forward(hidden_states)
-        # The engine's gate weights belong to its choice. Where router replay chose otherwise, keep transformers' own
+        # The engine's gate weights belong to the engine's choice. For tokens with other experts, which router replay
+        # chose, keep transformers' own gate weights
         is_engines_T1 = (used_TK == chosen_TK).all(-1, keepdim=True)
         value_TK = torch.where(is_engines_T1, weights_TK, own_TK.detach())
         return followed_TE, with_value(own_TK, value_TK), used_TK
@@ -66,8 +67,9 @@ class _EnginesChoice(TorchFunctionMode):
         rank_K = torch.arange(self.chosen_TK.shape[1], 0, -1, device=self.chosen_TK.device).float()
         ranking_TE = torch.zeros(self.shape, device=self.chosen_TK.device)
         ranking_TE.scatter_(-1, self.chosen_TK, rank_K.expand(self.chosen_TK.shape))
-        indices_TK = func(ranking_TE, *args[1:], **(kwargs or {})).indices
-        return torch.return_types.topk((args[0].gather(-1, indices_TK), indices_TK))
+        scores_TE, *options = args
+        indices_TK = func(ranking_TE, *options, **(kwargs or {})).indices
+        return torch.return_types.topk((scores_TE.gather(-1, indices_TK), indices_TK))
 
 
 class FollowedExperts:
@@ -78,10 +80,10 @@ class FollowedExperts:
             return super().forward(hidden_states, top_k_index, top_k_weights)
         inputs = hidden_states, top_k_index, top_k_weights
         dtype = gemm_dtype(hidden_states.device)
-        if isinstance(self, HoldsCodes):  # of a shared FP8 base: the backward dequantizes the engine's codes
+        if isinstance(self, HoldsCodes):  # with a shared FP8 base the backward dequantizes the engine's codes
             return own_gradient(self._engine_value, self.dequantized, *inputs, dtype=dtype)
-        # Not from `_parameters`: while PEFT's `ParamWrapper` runs, a weight with an adapter is parametrized, and only
-        # the attribute is base + adapter
+        # Read attributes, not `_parameters`: while PEFT's `ParamWrapper` runs, a weight with an adapter is
+        # parametrized, and only the attribute is base + adapter
         weights = [getattr(self, name) for name in self._weight_names]
         return own_gradient(self._engine_value, self._policy_value, *inputs, *weights, dtype=dtype)
 

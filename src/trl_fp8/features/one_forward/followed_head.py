@@ -49,13 +49,14 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
             if compare is not None:
                 compare(hidden, weight, bias, logit_scale, final_logit_softcapping, logits(hidden))
             tiles = []
-            for start in range(0, max(len(hidden), 1), TOKENS_AT_A_TIME):
+            for start in range(0, max(len(hidden), 1), TOKENS_AT_A_TIME):  # one empty tile if there are no tokens
                 rows = slice(start, start + TOKENS_AT_A_TIME)
-                tiles.append(_scored(logits(hidden[rows]).float().div_(temperature), targets[rows], outputs))
+                scaled_logits = logits(hidden[rows]).float().div_(temperature)
+                tiles.append(_scored(scaled_logits, targets[rows], outputs))
             named = {name: torch.cat([tile[name] for tile in tiles]) for name in tiles[0]}
             log_z = named.pop("log_z")
-            # TRL's backward reads the last tensor, the entropy, only for a gradient of the entropy. `log_z` fills the
-            # place of an entropy that was not computed
+            # TRL's backward reads the last tensor, the entropy, only to compute the entropy's gradient. If no entropy
+            # was computed, `log_z` fills its place
             ctx.save_for_backward(hidden, weight, bias, targets, log_z, named.get("entropy", log_z))
             # TRL's backward recomputes the logits, by default in FP32 on a CPU. The engine's logits, from which
             # `log_z` comes, are BF16. Recomputed in FP32, probabilities would not sum to 1
@@ -67,6 +68,7 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
                 "inv_t": 1 / temperature,
                 "HAS_SOFTCAP": final_logit_softcapping is not None,
             }
+            # Only log-probs and the entropy, OPTIONAL[0], have gradients
             ctx.mark_non_differentiable(*(named[name] for name in OPTIONAL[1:] if name in named))
             return named["log_probs"], *(named.get(name) for name in OPTIONAL)
 
@@ -74,13 +76,14 @@ def followed_head(one_forward: OneForward, compare: Callable | None = None) -> t
 
 
 def _scored(logits: Tensor, targets: Tensor, outputs: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return `[T]` by name: `log_probs` of the targets, normalizers `log_z`, and what `outputs` has of `OPTIONAL`.
+    """Return tensors `[T]` by name: `log_probs` of the targets, the normalizers `log_z`, and the names in `outputs`.
 
-    `logits` are FP32 `[T, V]`.
+    `logits` are FP32 `[T, V]`. `outputs` are some of `OPTIONAL`.
     """
     log_p = logits.log_softmax(-1)
     log_probs = log_p.gather(-1, targets[:, None])[:, 0]
-    scored = {"log_probs": log_probs, "log_z": logits.gather(-1, targets[:, None])[:, 0] - log_probs}
+    target_logits = logits.gather(-1, targets[:, None])[:, 0]
+    scored = {"log_probs": log_probs, "log_z": target_logits - log_probs}
     if "entropy" in outputs:
         scored["entropy"] = -(log_p.exp() * log_p).sum(-1)
     if "log_sum_sq_probs" in outputs:

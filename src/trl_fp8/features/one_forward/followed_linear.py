@@ -1,13 +1,14 @@
 """The policy's linear layers, computed by the engine, and the GEMMs of their backward.
 
-    forward    y = engine(x): the engine's kernel on the engine's weights; one call for q, k, v, one for gate and up
+    forward    y = engine(x): the engine's kernel on the engine's weights. One call computes q, k and v together, and
+               one call computes gate and up
     backward   fp8_backward="bf16"   dX = dY @ W,  dW = dY.T @ X                    straight through, unquantized
                fp8_backward="fp8"    dX = Q(dY) @ Q(W),  dW = Q(dY.T) @ Q(X.T).T    FP8 layers, as in Jet-RL (arXiv
                                                                                     2601.14243)
 
-Q quantizes to FP8. For the backward, "bf16" keeps X in BF16, and "fp8" keeps Q(X.T), 1 byte an element. Neither copies
-the weight. With LoRA the engine has either merged weights, or adapters beside an FP8 base that the policy shares
-(features/shared_base). With a shared base, W in the backward is this base, dequantized for the call.
+Q quantizes to FP8. For the backward, "bf16" keeps X in BF16, and "fp8" keeps Q(X.T), 1 byte an element. Neither
+setting copies the weight. With LoRA the engine has either merged weights, or adapters beside an FP8 base that the
+policy shares (features/shared_base). With a shared base, W in the backward is this base, dequantized for the call.
 
 With "fp8" the operands of both GEMMs are rounded to e4m3: weights in their own format (`quantization.formats`),
 activations and gradients in groups along the dim that the GEMM contracts. The flag fp8_gemm_backend says how two
@@ -88,7 +89,7 @@ class FusedCall:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return `call(x)`, or the last output if its input was the same object and has not changed."""
-        if x.is_inference():  # such a tensor has no version, so a change would not show
+        if x.is_inference():  # an inference tensor has no version, so a change would not show
             return self._call(x)
         if self._output is None or self._input() is not x or self._version != x._version:
             self._output = self._call(x)
@@ -136,7 +137,8 @@ class FollowedLinear(nn.Linear):
 class FollowedAdapter:
     """Mixed into PEFT's wrapper of a `FollowedLinear`: the output is the engine's, the gradients are PEFT's.
 
-        forward    y = engine(x), whose weight is Q(W + s B A); with a shared base Q(W), with A and s B beside it
+        forward    y = engine(x). The engine's weight is Q(W + s B A); with a shared base it is Q(W), and the engine
+                   also has A and s B
         backward   gradients of x W.T + s drop(x) A.T B.T, so A and B are trained as without an engine
 
     The forward has no dropout. The engine never computes x W.T alone, and the backward does not need it: the gradients
@@ -148,7 +150,8 @@ class FollowedAdapter:
         if not base.one_forward.on:
             return super().forward(x, *args, **kwargs)
         value = base.value(x)
-        return with_value(super().forward(x, *args, **kwargs), value)
+        policy_output = super().forward(x, *args, **kwargs)  # PEFT's own formula, for the gradients
+        return with_value(policy_output, value)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -163,10 +166,11 @@ class StraightThrough(torch.autograd.Function):
             y = value(x)
             ctx.precision = fp8_layer.one_forward.backward if fp8_layer else None  # None: unquantized operands
             ctx.blocks = None  # block size of the weight's codes
-            ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+            bias_dtype = None if bias is None else bias.dtype
+            ctx.dtypes = x.dtype, weight.dtype, bias_dtype
             # For each gradient the operand to keep: (codes, their scale), or (tensor, None)
             w_for_dx = x_for_dw = (None, None)
-            if ctx.needs_input_grad[1]:
+            if ctx.needs_input_grad[1]:  # the gradient of x; input 0 is `value`
                 w_for_dx = (weight, None)
                 codes = weight if isinstance(weight, Float8Tensor) else None
                 if fp8_layer:
@@ -174,11 +178,12 @@ class StraightThrough(torch.autograd.Function):
                 if codes is not None:
                     w_for_dx = (codes.qdata, codes.scale)
                     ctx.blocks = codes.block_size
-            if ctx.needs_input_grad[2] and fp8_layer:
-                codes = fp8_layer.x_t_codes(x)
-                x_for_dw = (codes.qdata, codes.scale)
-            elif ctx.needs_input_grad[2]:
-                x_for_dw = (x.to(torch.bfloat16), None)
+            if ctx.needs_input_grad[2]:  # the gradient of the weight
+                if fp8_layer:
+                    codes = fp8_layer.x_t_codes(x)
+                    x_for_dw = (codes.qdata, codes.scale)
+                else:
+                    x_for_dw = (x.to(torch.bfloat16), None)
             ctx.save_for_backward(*w_for_dx, *x_for_dw)
         return y
 
@@ -190,7 +195,7 @@ class StraightThrough(torch.autograd.Function):
         shape = dy.shape
         with torch.autocast(dy.device.type, enabled=False):
             dy = dy.reshape(-1, shape[-1])
-            if ctx.needs_input_grad[1]:  # the gradient of x; input 0 is `value`
+            if ctx.needs_input_grad[1]:
                 if weight_scale is not None:
                     weight = _float8(weight, weight_scale, ctx.blocks)
                 dx = _input_gradient(dy, weight, ctx.precision)
@@ -204,11 +209,14 @@ class StraightThrough(torch.autograd.Function):
 
 def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: BackwardPrecision | None) -> Tensor:
     """Return dX `[T, K]`. `weight` is W or its FP8 codes; without `precision` nothing is quantized."""
+    is_quantized = isinstance(weight, Float8Tensor)
     if precision is None:
         dtype = gemm_dtype(dy.device)
-        whole = dequantize_weight(weight, dtype) if isinstance(weight, Float8Tensor) else weight.to(dtype)
-        return dy.to(dtype).mm(whole)
-    codes = weight if isinstance(weight, Float8Tensor) else precision.quantize_weights([weight])[0]
+        weight_NK = dequantize_weight(weight, dtype) if is_quantized else weight.to(dtype)
+        return dy.to(dtype).mm(weight_NK)
+    codes = weight
+    if not is_quantized:
+        [codes] = precision.quantize_weights([weight])
     # A transposed block has the same scale, so the codes are transposed without a second rounding
     transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])
     return precision.gemm(precision.quantize_for_backward(dy), transposed)
@@ -246,15 +254,22 @@ def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
     - 1x128 scales: `[rows, K/128]` with stride `[1, rows]`
     - 128x128 scales: `[L4, N/128]` with stride `[1, L4]`, where L4 is K/128 rounded up to a multiple of 4
     """
-    square = b.block_size[0] == BLOCK
-    b_scale = _pad(b.scale, 1, 4, value=1.0) if square else _pad(b.scale, 16, value=1.0).t()
+    a_scale = _pad(a.scale, row_multiple=4, value=1.0).t()
+    if b.block_size[0] == BLOCK:  # 128x128 scales
+        b_codes = _pad_codes(b.qdata, row_multiple=BLOCK)
+        b_scale = _pad(b.scale, row_multiple=1, column_multiple=4, value=1.0)
+        b_recipe = ScalingType.BlockWise128x128
+    else:  # 1x128 scales
+        b_codes = _pad_codes(b.qdata, row_multiple=16)
+        b_scale = _pad(b.scale, row_multiple=16, value=1.0).t()
+        b_recipe = ScalingType.BlockWise1x128
     product = F.scaled_mm(
-        _pad_codes(a.qdata, 4),
-        _pad_codes(b.qdata, BLOCK if square else 16).t(),
-        scale_a=_pad(a.scale, 4, value=1.0).t().contiguous().t(),
+        _pad_codes(a.qdata, row_multiple=4),
+        b_codes.t(),
+        scale_a=a_scale.contiguous().t(),
         scale_recipe_a=ScalingType.BlockWise1x128,
         scale_b=b_scale.contiguous().t(),
-        scale_recipe_b=ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128,
+        scale_recipe_b=b_recipe,
         output_dtype=torch.bfloat16,
     )
     return product[: len(a.qdata), : len(b.qdata)]
@@ -265,8 +280,11 @@ def _pad_codes(codes: Tensor, row_multiple: int) -> Tensor:
 
 
 def _pad(values: Tensor, row_multiple: int, column_multiple: int = 1, value: float = 0) -> Tensor:
-    rows, columns = -values.shape[0] % row_multiple, -values.shape[1] % column_multiple
-    return F.pad(values, (0, columns, 0, rows), value=value) if rows or columns else values
+    added_rows = -values.shape[0] % row_multiple
+    added_columns = -values.shape[1] % column_multiple
+    if not (added_rows or added_columns):
+        return values
+    return F.pad(values, (0, added_columns, 0, added_rows), value=value)
 
 
 def require_backend(backend: str, device_capability: tuple[int, int] | None) -> None:

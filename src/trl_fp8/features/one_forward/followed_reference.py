@@ -1,9 +1,10 @@
 """The reference of `beta > 0` under one forward: it computes what an engine with the reference's weights would.
 
-    modules     TRL's `ref_model`. Without one: the policy's modules, with adapters off or TRL's copy of the adapters
-    weights     stored as the engine stores the policy's weights. They are written again after a change, and change
-                places with the policy's for each pass
-    KV cache    under the scales of the policy's rollouts (kv_cache.py)
+    modules     those of TRL's `ref_model`. Without a `ref_model`: the policy's, with adapters off, or with TRL's copy
+                of the adapters
+    weights     stored as the engine stores the policy's weights. They are written again after a change. For each pass
+                they change places with the policy's weights
+    KV cache    rounded under the scales of the policy's rollouts (kv_cache.py)
 
 So the KL divergence of an untrained policy is 0, as in TRL. If the reference were scored in high precision, the KL
 divergence and its gradient would include the policy's quantization: about as much as the mismatch that one forward
@@ -34,14 +35,14 @@ Parameters = Callable[[], Sequence[torch.Tensor]]
 class ReferenceWeights:
     """The reference's weights, stored as the engine stores the policy's. The first pass allocates their memory.
 
-    For a pass they change places with the policy's in the engine, one tensor at a time. Contents are swapped, not
-    pointers, because kernels, fused scales and CUDA graphs keep addresses. Each pass proves by checksums that the
+    For a pass they change places with the policy's weights in the engine, one tensor at a time. Contents are swapped,
+    not pointers, because kernels, fused scales and CUDA graphs keep addresses. Each pass proves by checksums that the
     engine holds the reference. Before the next generation the seal of the policy (its checksums) proves that the
     policy is back.
 
-    Before each pass, checksums of the reference's parameters decide whether they are written again. A callback may
-    have reset the reference, or the optimizer may have trained norms that it shares with the policy. PyTorch's version
-    counters would miss writes through `.data`, as TRL's own callback makes them.
+    Before each pass, checksums of the reference's parameters decide whether the weights are written again. A callback
+    may have reset the reference, or the optimizer may have trained norms that the reference shares with the policy.
+    PyTorch's version counters would miss writes through `.data`, which TRL's own callback makes.
     """
 
     def __init__(
@@ -54,7 +55,10 @@ class ReferenceWeights:
             parameters: Returns this rank's shards of the reference parameters from which these weights are made.
             reduce_max: Element-wise maximum over all ranks, in place; None on one process.
         """
-        self._delivery, self._part, self._parameters, self._reduce_max = delivery, part, parameters, reduce_max
+        self._delivery = delivery
+        self._part = part
+        self._parameters = parameters
+        self._reduce_max = reduce_max
         self._spares: dict[str, torch.Tensor] = {}  # name -> contents of the model that is not in the engine now
         self._written: torch.Tensor | None = None  # checksums of the parameters, at the last write
         self._table: Table | None = None  # computes checksums of the parameters
@@ -84,34 +88,42 @@ class ReferenceWeights:
 
     def _engine_tensors(self) -> dict[str, torch.Tensor]:
         """Return the engine's tensors by name. A tensor with several names, such as a shared scale, appears once."""
-        by_address = {}
+        tensors = {}
+        places = set()
         for name, tensor in self._part.layout.held.items():
-            by_address[tensor.data_ptr(), tensor.shape] = name, tensor
-        return dict(by_address.values())
+            place = tensor.data_ptr(), tensor.shape
+            if place not in places:
+                places.add(place)
+                tensors[name] = tensor
+        return tensors
 
     def _sums(self) -> torch.Tensor:
         """Return checksums of the reference's parameters as they are now, on the engine's device."""
         parameters = self._parameters()
         addresses = [(each.data_ptr(), each.shape, each.dtype) for each in parameters]
         if addresses != self._addresses:
-            self._table, self._addresses = Table(parameters), addresses
-        return self._table.sums().to(next(iter(self._spares.values())).device)
+            self._table = Table(parameters)
+            self._addresses = addresses
+        spare = next(iter(self._spares.values()))  # any: all are on the engine's device
+        return self._table.sums().to(spare.device)
 
     def _is_written(self, sums: torch.Tensor) -> bool:
         """Return whether all engines now hold the reference whose parameters have the checksums `sums`.
 
-        Waits for the device once. Raises `RuntimeError` on all ranks if the parameters are those of the last write,
-        but an engine's tensors have changed since.
+        Waits for the device once. Raises `RuntimeError` on all ranks if the parameters have not changed since the last
+        write, but an engine's tensors have.
         """
-        seal, written = self._part.seal, self._written
+        seal = self._part.seal
+        written = self._written
         if seal is None or written is None or len(written) != len(sums):
             return False
         in_engine = self._part.layout.sums()
         is_broken = in_engine != torch.tensor(seal, device=in_engine.device)
-        # All ranks have to return the same value or raise together, or they would enter different collectives next
+        # All ranks have to return the same value, or raise together. Otherwise they would enter different collectives
         verdict = torch.stack([(sums != written).any(), is_broken.any()]).long()
         if self._reduce_max is not None:
             self._reduce_max(verdict)
+        # One copy to the host: a flag for each tensor of this rank, then both verdicts
         *broken_here, any_changed, any_broken = torch.cat([is_broken.long(), verdict]).tolist()
         if any_changed:
             return False
@@ -137,10 +149,12 @@ class FollowedReference:
     """
 
     def __init__(self, trainer, policy: OneForward, part):
-        self._trainer, self._part = trainer, part
+        self._trainer = trainer
+        self._part = part
+        self._model = None
         model = trainer.ref_model
-        if model is None:  # the policy's own modules compute the reference
-            self._model, self.forward = None, policy
+        if model is None:
+            self.forward = policy  # the policy's own modules compute the reference
         else:
             require_followable(model, policy.recipe, policy.backward.precision)
             self._model = transformers_model(model)

@@ -6,7 +6,8 @@ engine started     the policy's modules get classes that can follow
 scoring, loss      the policy follows. If the weights may have changed since the last sync, they are sent first
 first rollouts     log-probs of trainer and rollouts are compared. If they differ by more than the platform guarantees,
                    an error names the first layer that differs. With an FP8 base, later rollouts are compared, too,
-                   until B of an adapter is not zero: with B = 0, an adapter that is missing makes no difference
+                   until B of an adapter is not zero. While B = 0, log-probs are the same even if the engine lacks the
+                   adapter
 """
 
 import math
@@ -98,8 +99,8 @@ class Following(Feature, TrainerCallback):
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
         # When the trainer is deleted, its policy has to compute by itself again and must keep no engine alive. The
-        # finalizer holds the forward weakly: the forward holds the kernels, so the engine would survive the garbage
-        # collection that frees the trainer. When Python exits there is nothing to restore
+        # finalizer has only a weak reference to the forward, because the forward refers to the engine's kernels: with
+        # a strong reference the engine would survive the trainer. When Python exits there is nothing to restore
         finalizer = weakref.finalize(trainer, remove_if_alive, weakref.ref(self.forward))
         finalizer.atexit = False
         if trainer.args.beta:
@@ -143,17 +144,17 @@ class Following(Feature, TrainerCallback):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self._bring_up_to_date()
-        # `end_loss` switches it off only after the backward, in which gradient checkpointing runs the forward again
+        # The policy follows until `end_loss`, because gradient checkpointing runs the forward again in the backward
         self.forward.switch(on=True)
 
     def end_loss(self) -> None:
         self.forward.switch(on=False)
 
     def extend_batch(self, batch: Batch) -> None:
-        """Compare log-probs of trainer and engine in the first batch with scored tokens (run/batch.py); with an
-        FP8 base in each batch, until an adapter has changed.
+        """Compare log-probs of trainer and engine in the first batch with scored tokens (run/batch.py).
 
-        Collective until that is done. `RuntimeError` if they differ too much, unless fp8_forward_check='warn'.
+        With an FP8 base, compare each batch until an adapter has changed. Collective until the comparison is done.
+        Raises `RuntimeError` if the log-probs differ too much, unless fp8_forward_check='warn'.
         """
         if self._is_checked:
             return
@@ -163,8 +164,14 @@ class Following(Feature, TrainerCallback):
             self._is_checked = True
             return
         ratio = batch.ratio
-        own_sums = ratio.values_BT.double().abs().sum(), ratio.scored_BT.sum(), ratio.broken_BT.sum()
-        sums_by_rank = accelerator.gather(torch.stack([each.double() for each in own_sums])).view(-1, len(own_sums))
+        own_sums = torch.stack(
+            [
+                ratio.values_BT.double().abs().sum(),
+                ratio.scored_BT.sum().double(),
+                ratio.broken_BT.sum().double(),
+            ]
+        )
+        sums_by_rank = accelerator.gather(own_sums).view(-1, len(own_sums))
         distance, scored, broken = sums_by_rank.sum(0).tolist()
         mismatch = quotient(distance, scored)  # mean |log r|
         if mismatch > self._mismatch_bound or broken > 0:  # broken: tokens whose trainer log-prob is not a number
@@ -193,7 +200,8 @@ class Following(Feature, TrainerCallback):
                 " Set it to True. If you want no correction, add rollout_correction='monitor', which only measures."
             )
         else:
-            cause, remedy = type(self.trainer).__name__, ""
+            cause = type(self.trainer).__name__
+            remedy = ""
         logger.warning(
             f"fp8_forward={args.fp8_forward!r} with {cause}: the trainer never compares its log-probs with those of "
             f"the rollouts, so nothing shows whether both share a forward.{remedy}"
@@ -204,20 +212,24 @@ class Following(Feature, TrainerCallback):
         parameters = self.trainer.model.named_parameters()
         has_changed = any(bool(local_part(parameter).any()) for name, parameter in parameters if ".lora_B." in name)
         accelerator = self.trainer.accelerator
-        return bool(accelerator.reduce(torch.tensor(float(has_changed), device=accelerator.device)) > 0)
+        changed_ranks = accelerator.reduce(torch.tensor(float(has_changed), device=accelerator.device))
+        return bool(changed_ranks > 0)
 
     def _first_difference(self, batch: Batch) -> str:
         """Return a sentence on the first layer that differs, found by running a rollout of this rank on both sides."""
-        trainer, comparison = self.trainer, Comparison(self.forward)
+        trainer = self.trainer
+        comparison = Comparison(self.forward)
         with comparison.engine():
             tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
         ids = torch.tensor([tokens], device=trainer.accelerator.device)
-        # Call TRL's own method: this trainer's override would let other features take part, which calibrate KV scales
-        # on the pass or force the rollouts' experts
+        # Call TRL's own method. In this trainer's override other features would take part: they would calibrate KV
+        # scales on this pass, or force the rollouts' experts
         mask = torch.ones_like(ids)
-        with torch.no_grad(), as_rollouts_saw(trainer.features), self.scoring(mask, 1), comparison.policy():
-            trainer.trl_class()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, 1)
-        if difference := comparison.first_difference():
+        columns = 1  # logits_to_keep: the comparison watches linear layers and needs no log-probs
+        with torch.no_grad(), as_rollouts_saw(trainer.features), self.scoring(mask, columns), comparison.policy():
+            trainer.trl_class()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, columns)
+        difference = comparison.first_difference()
+        if difference is not None:
             return f"When both compute one of the rollouts, the first difference is {difference}."
         if not comparison.layers:
             return (
@@ -232,13 +244,15 @@ class Following(Feature, TrainerCallback):
 
 def remove_if_alive(forward: weakref.ref[OneForward]) -> None:
     """Give the policy's modules their own classes back, unless `forward` no longer exists."""
-    if (alive := forward()) is not None:
+    alive = forward()
+    if alive is not None:
         alive.remove()
 
 
 def worst_rollout(batch: Batch) -> list[int]:
-    """Return the tokens of the rollout with the largest sum of |log r|, or with a log-prob that is no number. The last
-    token is left out, because it was never fed back.
+    """Return the tokens of the rollout with the largest sum of |log r|, or with a log-prob that is no number.
+
+    The last token is left out, because it was sampled, but never was an input of the engine.
     """
     distance_BT = batch.ratio.values_BT.abs().masked_fill(batch.ratio.broken_BT != 0, math.inf)
     row = int(distance_BT.sum(-1).argmax())
@@ -252,10 +266,11 @@ def worst_rollout(batch: Batch) -> list[int]:
 class Comparison:
     """Finds the first linear layer whose input or output differs between the engine and a policy that follows it.
 
-    Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence. For each token
-    it notes one checksum (8 bytes) of the input and one of the output of each linear layer. It compares checksums in
-    the order in which the policy computed them. If an input is the first to differ, the cause lies between the
-    previous linear layer and this one: in a norm, an activation function, attention or a router.
+    Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence. Both note, for
+    each token and each linear layer, one checksum (8 bytes) of the layer's input and one of its output.
+    `first_difference` compares these checksums in the order in which the policy computed them. If the first difference
+    is an input's, the cause lies between the previous linear layer and this layer: in a norm, an activation function,
+    attention or a router.
     """
 
     def __init__(self, forward: OneForward):
@@ -269,9 +284,10 @@ class Comparison:
     def engine(self) -> AbstractContextManager[None]:
         """Note checksums of the engine's linear layers inside the `with` block."""
 
-        # One layer of the engine may compute several of the policy's (q, k, v): each has its columns of y
+        # One layer of the engine may compute several layers of the policy (q, k, v): each of them has its columns of y
         def note(layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
-            for linear in (self._linears[layer] for layer in layers):
+            for layer in layers:
+                linear = self._linears[layer]
                 self._engine[linear.name, "input"].append(checksums(x))
                 self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
 
@@ -293,7 +309,9 @@ class Comparison:
     @property
     def layers(self) -> int:
         """Return the number of layers that ran on both sides. It is 0 for a compiled engine, which runs no hooks."""
-        return len({name for name, _ in self._engine} & {name for name, _ in self._policy})
+        in_engine = {name for name, _ in self._engine}
+        in_policy = {name for name, _ in self._policy}
+        return len(in_engine & in_policy)
 
     def first_difference(self) -> str | None:
         """Return a noun phrase for the first difference; None if nothing differs."""
@@ -309,6 +327,6 @@ class Comparison:
 def checksums(rows: Tensor) -> Tensor:
     """Return a checksum of each row of `rows` `[..., N]` in BF16, the engine's dtype: int64 `[T]`."""
     bits = rows.detach().to(torch.bfloat16).flatten(0, -2).contiguous().view(torch.int16)
-    # Each element has its own key, none is 0: an element that changes, or two that change places, change the sum
+    # Each element has its own odd key. So the sum changes if one element changes, or if two elements change places
     keys = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1
     return (bits.long() * keys).sum(-1)

@@ -158,8 +158,8 @@ class ForwardFlags(FlagGroup):
 def forward_replacing_flags(args: FlagGroup) -> list[str]:
     """Return the flags that replace parts of the policy's forward, each as `name=value`."""
     # torch.compile would compile the loss's forward into other kernels, and the check of the first rollouts would not
-    # notice, because rollouts are scored uncompiled. torch_compile_backend or torch_compile_mode alone switches it on,
-    # but transformers sets torch_compile only after these flags were read
+    # notice, because rollouts are scored uncompiled. torch_compile_backend or torch_compile_mode alone switches
+    # compilation on, but transformers sets torch_compile only after these flags were read
     names = "use_liger_kernel", "cast_lm_head_to_fp32", "torch_compile_backend", "torch_compile_mode", "torch_compile"
     values = {name: getattr(args, name, None) for name in names}  # not every trainer has the first two
     return [f"{name}={value!r}" for name, value in values.items() if value]
@@ -188,7 +188,7 @@ def require_followed(outline: Outline) -> None:
 
 
 def recomputed_bytes(outline: Outline, setup: Setup) -> float:
-    """Return the bytes that a backward needs for an MLP, or for the experts of a layer if they need more."""
+    """Return the bytes that a backward needs for one MLP, or for the experts of one layer, whichever needs more."""
     per_token = 0
     for name, (rows, _) in outline.linears.items():
         kind = name.rpartition(".")[2]
@@ -204,10 +204,10 @@ def recomputed_bytes(outline: Outline, setup: Setup) -> float:
     copy = 0
     gradients = 2  # in BF16
     if BYTES[setup.dtype] == 4 and not setup.args.base_in_engine:  # FP32 weights
-        copy = 2  # of the weights, in BF16
-        gradients += 4  # cast to FP32, while those in BF16 exist
+        copy = 2  # a copy of the weights in BF16
+        gradients += 4  # in FP32, while the gradients in BF16 still exist
     if setup.lora_rank:
-        gradients = 0
+        gradients = 0  # only adapters are trained
     tokens = setup.args.per_device_train_batch_size * setup.tokens
     return max(tokens * per_token, (copy + gradients) * max(elements.values(), default=0))
 
@@ -217,8 +217,10 @@ def reference_bytes(outline: Outline, setup: Setup, recipe: FP8Recipe) -> int:
     if setup.args.base_in_engine:
         return 2 * engine_adapters(outline, setup.lora_rank)  # in BF16; the reference uses the policy's base
     shapes = dict(outline.parameters)
-    if "lm_head.weight" in shapes:  # then no kernel of the engine reads the embedding; else the output head reads it
-        del shapes[next(name for name in shapes if name.endswith("embed_tokens.weight"))]
+    if "lm_head.weight" in shapes:
+        # No kernel of the engine reads the embedding. Without `lm_head.weight` the output head reads the embedding
+        embedding = next(name for name in shapes if name.endswith("embed_tokens.weight"))
+        del shapes[embedding]
     total = 0
     for name, shape in shapes.items():
         total += recipe.format.weight_bytes(shape) if name in recipe.fp8_tensors else 2 * prod(shape)

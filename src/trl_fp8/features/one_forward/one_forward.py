@@ -65,7 +65,8 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
             f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: only transformers' "
             "own classes are known to compute the engine's operations. Set fp8_forward='off'."
         )
-    if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
+    dropout = getattr(base.config.get_text_config(), "attention_dropout", 0)
+    if dropout:
         raise ValueError(
             f"fp8_forward='one_forward' with attention_dropout={dropout} in the model's config: the engine's "
             "attention drops nothing. Load the model with attention_dropout=0.0 "
@@ -149,7 +150,10 @@ class OneForward(FollowedAttention, Swapper):
         backward: BackwardPrecision,
         hook: AttentionHook,
     ):
-        self.backward, self.kernels, self.recipe, self.hook = backward, kernels, recipe, hook
+        self.backward = backward
+        self.kernels = kernels
+        self.recipe = recipe
+        self.hook = hook
         self.on = True
         self.modules: dict[str, nn.Module] = {}
         self._swapped: list[nn.Module] = []
@@ -163,7 +167,8 @@ class OneForward(FollowedAttention, Swapper):
         core = core_modules(base)
         self._linears = {name: each for name, each in linear_layers(model) if each in core}
         self._experts = {experts for _, experts in expert_modules(model)}
-        self._adapted = {each.base_layer for each in core if isinstance(each, BaseTunerLayer)}
+        self._adapted = {each.base_layer for each in core if isinstance(each, BaseTunerLayer)}  # layers with adapters
+        # The engine's linear layer -> the calls that the policy's layers share: the engine's, and that for Q(X.T)
         self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
         try:
             for path, module in list(model.named_modules()):
@@ -216,16 +221,16 @@ class OneForward(FollowedAttention, Swapper):
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, followed_embedding(module))
         elif is_rotary(module):
-            # One rotary embedding for each type of layer (windowed, global). Models whose layers all have one type
-            # look it up with the key None
+            # The engine has one rotary embedding for each type of layer (windowed, global). A model whose layers all
+            # have one type passes no type, which is the key None
             types = getattr(module.config, "layer_types", None) or []
             first_layer = {None: 0} | {kind: types.index(kind) for kind in types}
             engine = {kind: kernels.rotary(layer) for kind, layer in first_layer.items()}
             self._swap(path, module, FollowedRotary, engine=engine)
         elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):  # attention beside MLP
             self._swap(path, module, FollowedParallelLayer)
-        elif mlp := mlp_kind(module):
-            self._swap(path, module, mlp, engine=kernels.activation(name))
+        elif mlp_kind(module) is not None:
+            self._swap(path, module, mlp_kind(module), engine=kernels.activation(name))
         elif hasattr(module, "sinks"):
             return  # attention, which follows through `AttentionHook`
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
@@ -235,10 +240,11 @@ class OneForward(FollowedAttention, Swapper):
     def _linear(self, name: str, module: nn.Linear) -> dict:
         """Return the attributes of a `FollowedLinear`."""
         engine = self.kernels.linear(name)
-        peers = [self._linears[layer] for layer in engine.layers]
-        start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
-        # Layers that the engine fuses share one call. Each layer reads its output once, or twice if it has adapters:
-        # in `FollowedAdapter` for the output, and in PEFT's forward for the gradient
+        peers = [self._linears[layer] for layer in engine.layers]  # the policy's layers that `engine` computes
+        peers_before = peers[: engine.layers.index(name)]
+        start = sum(peer.out_features for peer in peers_before)  # this layer's first column in the engine's output
+        # Layers that the engine fuses share one call. Each layer reads its output once. A layer with adapters reads
+        # its output twice: in `FollowedAdapter` for the output, and in PEFT's forward for the gradient
         if engine not in self._calls:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (

@@ -11,8 +11,9 @@ quantities are compared:
     within rounding    outputs of all modules that call the engine, with those of transformers' forward of the same
                        module on the same inputs (values.py). Only for a policy that follows
 
-A quantity is not compared if the engine does not have it, or stores it in an unknown place. Each module is compared
-while it runs, because sharded weights are gathered then.
+A quantity is not compared if the engine does not have it, or stores it in an unknown place. `SameModel` calls
+`compare_modules`, which scores a short text with the policy. Meanwhile `Witness.watching` compares each module right
+after its call, because only then are sharded weights gathered. `Findings` (values.py) collects the differences.
 
 With one forward a difference is an error, or a warning with fp8_forward_check='warn'. Values would come from one model
 and gradients from another, and no mismatch would show it. Without one forward a difference is a warning, because
@@ -82,8 +83,9 @@ class SameModel(Feature):
         if self._is_compared or self._kernels is None:  # without kernels there is nothing to compare with
             return
         following = self.trainer.feature(Following)
+        forward = None if following is None else following.forward
         with hooked(self.trainer.model) as hook:
-            self.witness = compare_modules(self.trainer, self._kernels, hook, following and following.forward)
+            self.witness = compare_modules(self.trainer, self._kernels, hook, forward)
         self._report(follows=following is not None)
         self._is_compared = True  # stays False if `_report` raises, so the next sync compares again
 
@@ -131,7 +133,10 @@ class Witness:
         longest: int,
         forward: OneForward | None = None,
     ):
-        self._model, self._kernels, self._hook, self._longest = model, kernels, hook, longest
+        self._model = model
+        self._kernels = kernels
+        self._hook = hook
+        self._longest = longest
         self._forward = forward
         self.findings = Findings()
         self._names = {module: checkpoint_name(name) for name, module in model.named_modules()}
@@ -145,7 +150,7 @@ class Witness:
         compared: dict[nn.Module, Callable] = {}
         for path, module in self._model.named_modules():
             if module in decoder and not of_adapter(path, self._model):
-                if self._forward is None:  # else the comparison of outputs covers these
+                if self._forward is None:  # for a policy that follows, the comparison of outputs covers definitions
                     self._compare_definitions(self._names[module], module)
                 if is_rotary(module):
                     compared[module] = self._rotary
@@ -155,38 +160,41 @@ class Witness:
                 if compare is not None:
                     compared[module] = compare
         with torch.no_grad(), ExitStack() as handles, self._hook.watched(self._attention):
-            handles.callback(self._model.train, training)
+            handles.callback(self._model.train, training)  # restores the mode after the block
             self._model.eval()
             for module, compare in compared.items():
-                # Prepend, because the hooks of FSDP2 and ZeRO-3, which run later then, shard the weights again
+                # Prepend this hook: it has to run before the hooks of FSDP2 and ZeRO-3, which shard the weights again
                 hook = partial(self._call, compare)
                 handles.enter_context(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
             yield
 
     def _compare_definitions(self, name: str, module: nn.Module) -> None:
         """Compare the eps of a norm, or the formula of act(gate) * up."""
-        own = vars(module).get("variance_epsilon", vars(module).get("eps"))  # transformers' names
-        engine = None if own is None else self._kernels.eps(name)
-        if engine is not None:
-            self.findings.compare_numbers(name, "eps", own, engine)
-        if kind := mlp_kind(module):
+        own_eps = vars(module).get("variance_epsilon", vars(module).get("eps"))  # transformers' names
+        if own_eps is not None:
+            engine_eps = self._kernels.eps(name)
+            if engine_eps is not None:
+                self.findings.compare_numbers(name, "eps", own_eps, engine_eps)
+        mlp = mlp_kind(module)
+        if mlp is not None:
             up = torch.ones_like(GATES)
             found = self._kernels.reference_activation(name, torch.cat([GATES, up], -1))
             if found is not None:
-                act = getattr(module, MLPS[kind][-1])
-                own = act(GATES)
-                bound = activation_bound(own, GATES, up)
-                self.findings.compare_outputs("activation", name, found, own, bound, "activation, act(gate) * up")
+                act = getattr(module, MLPS[mlp][-1])
+                product = act(GATES)  # act(gate) * up, because up is 1
+                bound = activation_bound(product, GATES, up)
+                self.findings.compare_outputs("activation", name, found, product, bound, "activation, act(gate) * up")
 
     def _call(self, compare: Callable, module: nn.Module, args: tuple, kwargs: dict, output: object) -> object:
-        """Compare after a call of `module`. Return a replacement of `output`; None to leave it."""
+        """Call `compare` after a call of `module`. Return a replacement of `output`; None keeps `output`."""
         if self._forward is None:
             own_class = type(module)
             not_following = nullcontext()
         elif self._forward.on:
-            own_class = module.before
+            own_class = module.before  # transformers' class, whose forward calls no engine
             not_following = self._forward.switched(on=False)
-        else:  # the `compare` of an outer module is running, and called transformers' forward of that module
+        else:
+            # The comparison of an outer module is running transformers' forward, which called this module
             return None
         with not_following, torch.autocast(self._hook.device.type, enabled=False):
             return compare(module, partial(own_class.forward, module), args, kwargs, output)
@@ -201,7 +209,9 @@ class Witness:
         output: Tensor,
     ) -> None:
         """Compare one layer of attention; see `AttentionHook.watched`."""
-        findings, name, layer = self.findings, self._names[module], module.layer_idx
+        findings = self.findings
+        name = self._names[module]
+        layer = module.layer_idx
         scaling, window, softcap = self._kernels.scores(layer)
         own_scaling = options.get("scaling") or states[0].shape[-1] ** -0.5
         # A scaling of 1 may mean that the queries are already scaled, as OPT's are. No policy that follows does that
@@ -220,38 +230,44 @@ class Witness:
             return
         with torch.autocast(self._hook.device.type, enabled=False):
             query, key, value = (state.float() for state in states)
-            own, magnitudes = (attend(module, query, key, v, mask, **options)[0] for v in (value, value.abs()))
+            own = attend(module, query, key, value, mask, **options)[0]
+            magnitudes = attend(module, query, key, value.abs(), mask, **options)[0]  # weighted means of |v|
         # The output is a weighted mean of v, and is rounded to BF16 twice. Over an FP8 cache, kernels also round the
-        # weights to e4m3. Scores are FP32 sums. Their rounding changes a weight by less than these roundings do
+        # weights to e4m3. Scores are FP32 sums, whose rounding changes a weight by less
+        unit = 2 * U16
         in_fp8 = self._hook.scales_L3 is not None and layer not in self._hook.skip_layers
-        bound = (2 * U16 + (U8 if in_fp8 else 0)) * magnitudes
+        if in_fp8:
+            unit += U8
+        bound = unit * magnitudes
         findings.compare_outputs("attention", name, output, own, bound, "output of attention")
 
     def _rotary(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> tuple | None:
-        """Compare cos and sin at positions up to the longest sequence's last one.
+        """Compare cos and sin at positions from 0 to the last position of the longest sequence.
 
-        Return a replacement of `output` that also compares rotated q and k; None to leave `output`.
+        Return a replacement of `output` that also compares rotated q and k; None keeps `output`.
         """
-        x, position_ids, *layer_type = (*args, *kwargs.values())  # transformers passes them by position or by name
+        x, position_ids, *rest = (*args, *kwargs.values())  # transformers passes them by position or by name
+        layer_type = rest[0] if rest else None
         positions = torch.linspace(0, self._longest - 1, min(POSITIONS, self._longest), device=x.device).long()
         # Some models have several kinds of positions, in leading dims of `position_ids`
         probe = positions.expand(*position_ids.shape[:-2], 1, len(positions))
-        angles = own(x[:1, :1].float(), probe, *layer_type)
+        angles = own(x[:1, :1].float(), probe, *rest)
         if isinstance(angles, Tensor):  # complex numbers (DeepSeek-V2), which no policy that follows has
             return None
+        # `[P, angles]` each. Take the first kind of positions, because `probe` has the same ones for each kind
         cos_sin = tuple(part.reshape(-1, len(positions), part.shape[-1])[0] for part in angles)
         types = getattr(module.config, "layer_types", None) or []
         names = {attention.layer_idx: self._names[attention] for attention in self._hook.attention}
         same = True
         for layer in self._hook.kv_layers:
-            if not layer_type or layer_type[0] is None or types[layer] == layer_type[0]:
+            if layer_type is None or types[layer] == layer_type:
                 engine = self._kernels.angles(layer, positions)
                 if engine is not None:
                     same &= compare_angles(self.findings, names[layer], positions, cos_sin, engine)
         if self._forward is None or not same:  # if angles differ, rotated q and k differ, too
             return None
         call = WitnessedRotaryCall(output[0], partial(self.values.rotated, self._names[module]))
-        return call, call
+        return call, call  # in place of cos and sin, as `FollowedRotary` returns a `RotaryCall`
 
 
 class WitnessedRotaryCall(RotaryCall):
@@ -299,10 +315,14 @@ def compare_window(findings: Findings, name: str, sees: Callable, window: int | 
     """
     key = torch.arange(last + 1, device=device)
     zero = torch.zeros((), dtype=torch.long, device=device)
-    edges = () if window is None else (window - 1, window, window + 1)
-    for query in sorted({min(position, last) for position in (0, 1, last // 2, last, *edges)}):
-        own = sees(zero, zero, key[query], key).expand(key.shape)
-        engine = key <= query if window is None else (key <= query) & (key > query - window)
+    positions = [0, 1, last // 2, last]
+    if window is not None:
+        positions += [window - 1, window, window + 1]
+    for query in sorted({min(position, last) for position in positions}):
+        own = sees(zero, zero, key[query], key).expand(key.shape)  # of sequence 0 and head 0
+        engine = key <= query
+        if window is not None:
+            engine = engine & (key > query - window)
         counts = f"a query at position {query} sees {int(own.sum())} keys, the engine's {int(engine.sum())}"
         if not findings.note(torch.equal(own, engine), name, f"window of attention ({counts})"):
             return
@@ -313,21 +333,24 @@ def compare_angles(
 ) -> bool:
     """Compare cos and sin `[P, angles]` of both sides. Return whether they are the same.
 
-    The engine has each angle once. transformers may have each twice, in two equal halves or interleaved.
+    The engine has each angle once. transformers may have each angle twice, in two equal halves or interleaved.
     """
     width, angles = own[0].shape[-1], engine[0].shape[-1]
     turned = f"the policy turns {width} of a head, the engine {2 * angles}"
     if not findings.note(width in (angles, 2 * angles), name, f"turned channels ({turned})"):
         return False
-    orders = [slice(None)] if width == angles else [slice(angles), slice(None, None, 2)]
+    orders = [slice(None)]
+    if width != angles:
+        orders = [slice(angles), slice(None, None, 2)]  # one of two halves; one of two interleaved copies
     # The first term covers an engine that stores cos and sin in BF16. The second covers the angles: each side rounds
     # the FP32 frequency, and its product with the position
     bound = U16 * engine[0].abs().max().item() + 2.0**-22 * positions[:, None]
-    best = None
+    best_P = None  # each position's largest ratio of an error to the bound, in the order that fits best
     for order in orders:
         errors = [(mine[:, order] - theirs.float()).abs() / bound for mine, theirs in zip(own, engine, strict=True)]
         error_P = torch.cat(errors, -1).amax(-1)
-        if best is None or error_P.max() < best.max():
-            best = error_P
-    wrong = positions[best > 1].tolist()
-    return findings.note(not wrong, name, f"rotary angles (from position {wrong[0] if wrong else None} on)")
+        if best_P is None or error_P.max() < best_P.max():
+            best_P = error_P
+    wrong = positions[best_P > 1].tolist()
+    first_wrong = wrong[0] if wrong else None
+    return findings.note(not wrong, name, f"rotary angles (from position {first_wrong} on)")

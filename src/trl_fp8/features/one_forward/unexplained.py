@@ -9,7 +9,7 @@ from collections.abc import Mapping
 EXPLAINED, UNEXPLAINED, SCORING = "mismatch/explained_k3", "mismatch/unexplained_k3", "mismatch/scoring_k3"
 # On a CPU, shared kernels leave a k3 of 0. On a GPU, one forward allows a mean |log r| of 1e-3, a k3 of about 5e-7
 MAX_UNEXPLAINED_K3 = 1e-6
-# At an explained k3 of 0.006 no loss of learning was found, at 0.03 there was one (docs/evidence.md)
+# At an explained k3 of 0.006 no loss of learning was found, at 0.03 a loss was found (docs/evidence.md)
 LARGE_EXPLAINED_K3 = 0.01
 TEXTS = {
     UNEXPLAINED: (

@@ -1,9 +1,13 @@
 """Comparison of the engine's outputs with transformers' forward of each module, in a policy that follows the engine.
 
-A comparison gets the module, transformers' forward of it (`own`), the arguments of a call, and the engine's output.
-While it runs, the policy does not follow. In this file `found` is what the engine computed, and `own` or `computed`
-what transformers' forward computed. The two may differ by no more than rounding explains. BF16 keeps 8 significant
-bits and e4m3 keeps 4. Rounding to nearest changes a value by at most half a step:
+`Values` has one method for each kind of module, and `Values.of` finds the method. same_model.py calls the method after
+each call of the module, with the module, transformers' forward of the module (`own`), the arguments of the call, and
+the engine's output. The method computes transformers' output and a bound, and `Findings.compare_outputs` compares the
+two outputs. While a comparison runs, the policy does not follow the engine.
+
+In this file `found` is what the engine computed, and `own` or `computed` what transformers' forward computed. The two
+may differ by no more than rounding explains. BF16 keeps 8 significant bits and e4m3 keeps 4. Rounding to nearest
+changes a value by at most half a step:
 
     |round(v) - v|  <=  u |v|        u = 2^-8 (BF16), 2^-4 (e4m3)
 
@@ -60,14 +64,18 @@ class Findings:
         """Return whether rounding explains the difference of two outputs. `bound`: see `excess_of`."""
         excess = excess_of(found, own, bound)
         self.excesses[kind] = max(excess, self.excesses.get(kind, 0.0))
-        relative = ((found.double() - own.double()).norm() / own.double().norm().clamp_min(1e-30)).item()
+        error = (found.double() - own.double()).norm()
+        relative = (error / own.double().norm().clamp_min(1e-30)).item()
         apart = f"error {relative:.2g} of its size, {excess:.1f} times what rounding explains"
         return self.note(excess <= 1, module, f"{quantity} ({apart})")
 
     def compare_numbers(self, module: str, quantity: str, own: float | None, engine: float | None) -> bool:
-        """Return whether two numbers are equal up to the rounding of FP32. None and 0 are equal: both mean none."""
-        is_close = abs((own or 0) - (engine or 0)) <= 1e-6 * abs(own or 0)
-        of_policy, of_engine = (f"{value:.6g}" if value else "none" for value in (own, engine))
+        """Return whether two settings are equal up to the rounding of FP32. Both None and 0 mean: not set."""
+        own_number = own or 0.0
+        engine_number = engine or 0.0
+        is_close = abs(own_number - engine_number) <= 1e-6 * abs(own_number)
+        of_policy = f"{own:.6g}" if own else "none"
+        of_engine = f"{engine:.6g}" if engine else "none"
         return self.note(is_close, module, f"{quantity} (the policy's {of_policy}, the engine's {of_engine})")
 
     def note(self, same: bool, module: str, quantity: str) -> bool:
@@ -82,7 +90,10 @@ class Values:
     """Comparisons of the outputs of a policy's modules. `names` are the modules' checkpoint names."""
 
     def __init__(self, forward: OneForward, names: dict[nn.Module, str], findings: Findings):
-        self._forward, self._names, self._findings = forward, names, findings
+        self._forward = forward
+        self._names = names
+        self._findings = findings
+        # Class that is mixed into a module -> the method that compares the module
         self._kinds = {
             FollowedAdapter: self._linear,
             FollowedLinear: self._linear,
@@ -97,48 +108,66 @@ class Values:
 
     def of(self, module: nn.Module) -> Callable | None:
         """Return the method that compares the output of `module`; None if no method does."""
-        if isinstance(module, FollowedLinear) and module.adapted:  # PEFT's wrapper around it is compared instead
-            return None
+        if isinstance(module, FollowedLinear) and module.adapted:
+            return None  # PEFT's wrapper around this linear layer is compared instead
         for kind, compare in self._kinds.items():
             if isinstance(module, kind):
                 return compare
         return None
 
-    def _compare(self, kind: str, module: nn.Module, *compared: Tensor, quantity: str = "output") -> bool:
-        return self._findings.compare_outputs(kind, self._names[module], *compared, quantity)
+    def _compare(
+        self, kind: str, module: nn.Module, found: Tensor, own: Tensor, bound: Tensor, quantity: str = "output"
+    ) -> bool:
+        return self._findings.compare_outputs(kind, self._names[module], found, own, bound, quantity)
 
     def _linear(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         """Compare a linear layer with its adapters."""
-        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        weight = dequantize_weight(base.codes, torch.float32) if isinstance(base, HoldsCodes) else base.weight
-        if isinstance(module, BaseTunerLayer):
+        has_adapters = isinstance(module, BaseTunerLayer)
+        base = module.get_base_layer() if has_adapters else module
+        if isinstance(base, HoldsCodes):
+            weight_NK = dequantize_weight(base.codes, torch.float32)
+        else:
+            weight_NK = base.weight
+        if has_adapters:
             for adapter in set(module.active_adapters) & set(module.lora_A):
-                weight = weight.float() + module.get_delta_weight(adapter).float()
-        computed = own(args[0].to(base.weight.dtype))
-        x_TK, own_TN, found_TN = (rows.flatten(0, -2) for rows in (args[0], computed, output))
-        bound_T = linear_bound(x_TK, weight, own_TN, U8 if base.is_fp8 else U16)
-        self._compare("FP8 linear" if base.is_fp8 else "linear", module, found_TN, own_TN, bound_T)
+                weight_NK = weight_NK.float() + module.get_delta_weight(adapter).float()
+        x = args[0]
+        computed = own(x.to(base.weight.dtype))
+        own_TN = computed.flatten(0, -2)
+        found_TN = output.flatten(0, -2)
+        kind = "FP8 linear" if base.is_fp8 else "linear"
+        unit = U8 if base.is_fp8 else U16
+        bound_T = linear_bound(x.flatten(0, -2), weight_NK, own_TN, unit)
+        self._compare(kind, module, found_TN, own_TN, bound_T)
 
     def _norm(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare a norm on its input, and on its input scaled to tiny rows, which alone show the engine's eps."""
+        """Compare a norm on its input, and on its input scaled to tiny rows. Only tiny rows show the engine's eps."""
         x = args[0].to(torch.bfloat16)
-        shrink = (TINY / x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()
-        tiny = (x * shrink).to(torch.bfloat16)
-        of_tiny = f"eps (output for rows whose mean square is {TINY:.1g})"
-        for rows, found, quantity in (x, output, "output"), (tiny, module._engine_value(tiny), of_tiny):
+        mean_square = x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)
+        tiny = (x * (TINY / mean_square).sqrt()).to(torch.bfloat16)
+        compared = [
+            (x, output, "output"),
+            (tiny, module._engine_value(tiny), f"eps (output for rows whose mean square is {TINY:.1g})"),
+        ]
+        for rows, found, quantity in compared:
             with _in_bf16(module):
                 computed = own(rows.float())
-            # The output is x times the inverse root times the weight. Each of the two products is rounded to BF16 at
-            # most twice. The second term covers the mean, which a LayerNorm subtracts in FP32
+            # The output is x times the inverse root of the mean square times the weight. Each of these two products
+            # is rounded to BF16 at most twice: 4 * U16. The second term covers the mean, which a LayerNorm subtracts
+            # in FP32
             bound = 4 * U16 * computed.abs() + 2.0**-16 * computed.abs().amax(-1, keepdim=True)
             if not self._compare("norm", module, found, computed, bound, quantity=quantity):
                 return
 
     def _mlp(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare act(gate) * up, the input of the last linear layer. `_linear` compares the MLP's linear layers."""
+        """Compare act(gate) * up, the input of the last linear layer. `_linear` compares the MLP's linear layers.
+
+        Hooks on the linear layers read gate and up, and the product that transformers computes from them. The engine's
+        activation then gets the same gate and up.
+        """
         x = args[0].to(module.down_proj.weight.dtype)
-        outputs: dict[nn.Module, Tensor] = {}  # those of gate and up, rounded to BF16 as in the engine
-        products: list[Tensor] = []  # act(gate) * up by transformers
+        outputs: dict[nn.Module, Tensor] = {}  # gate and up, rounded to BF16 as in the engine
+        products: list[Tensor] = []  # transformers' act(gate) * up
 
         def round_output(linear: nn.Module, args: tuple, output: Tensor) -> Tensor:
             outputs[linear] = output.to(torch.bfloat16)
@@ -156,14 +185,16 @@ class Values:
             handles.enter_context(module.down_proj.register_forward_pre_hook(note_product))
             own(x)
         gate_up = torch.cat([outputs[linear] for linear in linears], -1).flatten(0, -2)
-        bound = activation_bound(products[0], *gate_up.float().chunk(2, -1))
+        gate, up = gate_up.float().chunk(2, -1)
+        [product] = products
+        bound = activation_bound(product, gate, up)
         found = module.engine(gate_up)
-        self._compare("activation", module, found, products[0], bound, quantity="activation, act(gate) * up")
+        self._compare("activation", module, found, product, bound, quantity="activation, act(gate) * up")
 
     def _sum(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Compare the sum of a layer's input, the output of its attention and that of its MLP."""
+        """Compare a layer's output: the sum of its input, its attention's output and its MLP's output."""
         hidden = args[0].float()
-        with self._forward.switched(on=True):  # so that attention and MLP follow
+        with self._forward.switched(on=True):  # attention and MLP follow the engine, so only the sums can differ
             computed = own(hidden, *args[1:], **kwargs)
         # The engine rounds both sums in `hidden + (attention + MLP)` to BF16
         self._compare("residual sum", module, output, computed, U16 * (2 * computed.abs() + hidden.abs()))
@@ -175,7 +206,10 @@ class Values:
         self._compare("embedding", module, output, computed, 3 * U16 * computed.abs())
 
     def _router(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> None:
-        """Compare logits, then the chosen experts, then the gate weights of tokens for which both chose the same."""
+        """Compare logits, then the chosen experts, then the gate weights. Stop at the first difference.
+
+        Gate weights are compared for the tokens for which both sides chose the same experts.
+        """
         x_TK = args[0].float().flatten(0, -2)
         with _in_bf16(module) as weights:
             own_TE, own_gates, own_chosen = own(x_TK)
@@ -183,14 +217,19 @@ class Values:
         bound_T = linear_bound(x_TK, weights["weight"], own_TE, U16)
         if not self._compare("router", module, found_TE, own_TE, bound_T, quantity="logits"):
             return
-        # Rounding may exchange experts if their logits differ by less than twice the bound
-        behind_T = own_TE.gather(-1, own_chosen).amin(-1) - own_TE.gather(-1, chosen.long()).amin(-1)
-        if not self._findings.note(bool((behind_T <= 2 * bound_T).all()), self._names[module], "chosen experts"):
+        # Rounding may exchange two experts if their logits differ by at most twice the bound. So the lowest of
+        # transformers' logits among the engine's experts may be that much below the lowest among its own experts
+        lowest_own_T = own_TE.gather(-1, own_chosen).amin(-1)
+        lowest_engine_T = own_TE.gather(-1, chosen.long()).amin(-1)
+        is_explained = bool((lowest_own_T - lowest_engine_T <= 2 * bound_T).all())
+        if not self._findings.note(is_explained, self._names[module], "chosen experts"):
             return
+        # Sort each token's experts, because the two sides may list the same experts in different orders
         experts, order = chosen.long().sort(-1)
         own_experts, own_order = own_chosen.long().sort(-1)
         same_T = (experts == own_experts).all(-1)
-        found, computed = gates.gather(-1, order)[same_T], own_gates.gather(-1, own_order)[same_T]
+        found = gates.gather(-1, order)[same_T]
+        computed = own_gates.gather(-1, own_order)[same_T]
         # If each logit changes by at most b, a softmax changes by at most the factor exp(2 b)
         bound = computed * (torch.expm1(2 * bound_T[same_T, None]) + 4 * U16)
         if len(found):
@@ -198,15 +237,20 @@ class Values:
 
     def _experts(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         """Compare the output of a layer's experts. Both sides get the engine's chosen experts and gate weights."""
-        x, chosen, gates = (*args, *kwargs.values())
-        x, gates = (each.to(module.gate_up_proj.dtype) for each in (x, gates))
+        x, chosen, gates = (*args, *kwargs.values())  # transformers passes them by position or by name
+        dtype = module.gate_up_proj.dtype
+        x = x.to(dtype)
+        gates = gates.to(dtype)
         in_fp8 = self._names[module] in self._forward.recipe.fp8_experts
+        kind = "FP8 experts" if in_fp8 else "experts"
         unit = U8 if in_fp8 else U16
         computed = own(x, chosen, gates)
-        signs = torch.randint(2, (DRAWS, *x.shape), generator=torch.Generator().manual_seed(0)).to(x) * 2 - 1
-        moved = torch.stack([own(x * (1 + unit * sign), chosen, gates) - computed for sign in signs])
-        kind = "FP8 experts" if in_fp8 else "experts"
-        self._compare(kind, module, output, computed, experts_bound(moved, computed))
+        # Change each element of the input up or down by the fraction `unit`, `DRAWS` times
+        generator = torch.Generator().manual_seed(0)
+        signs = 2 * torch.randint(2, (DRAWS, *x.shape), generator=generator).to(x) - 1
+        responses = [own(x * (1 + unit * sign), chosen, gates) - computed for sign in signs]
+        bound_T = experts_bound(torch.stack(responses), computed)
+        self._compare(kind, module, output, computed, bound_T)
 
     def head(
         self,
@@ -234,14 +278,16 @@ class Values:
     def rotated(self, name: str, apply: Callable, cos_sin: tuple, states: tuple, rotated: tuple) -> None:
         """Compare q and k `[B, H, T, D]` after the rotary embedding `name`.
 
-        `states` are q and k before it, `rotated` after the engine's. `apply` is transformers' function.
+        `states` are q and k before the rotation, `rotated` are q and k after the engine's rotation. `apply` is
+        transformers' function that rotates q and k by `cos_sin`.
         """
         with torch.autocast(cos_sin[0].device.type, enabled=False):
             own = apply(*(state.float() for state in states), *cos_sin)
         for which, state, found, computed in zip("qk", states, rotated, own, strict=True):
             # A rotated channel is the sum of two channels times cos and sin. The angles, the products and the sum are
-            # rounded to BF16. Only `apply` knows which two, so the bound holds for any two channels
-            largest = 2 * cos_sin[0].abs().max().item() * state.float().abs().amax(-1, keepdim=True)
+            # rounded to BF16. Only `apply` knows which two channels it adds, so the bound holds for any two channels
+            largest_cos = cos_sin[0].abs().max().item()
+            largest = 2 * largest_cos * state.float().abs().amax(-1, keepdim=True)
             quantity = f"{which}, turned by its rotary embedding"
             self._findings.compare_outputs("rotary", name, found, computed, 4 * U16 * largest, quantity)
 
@@ -262,18 +308,24 @@ def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -
         |x w - round(x) round(w)|  <=  2 u |x w|
         bound^2  =  sum_NK (2 u x w)^2 + (2 u16 |y|)^2
 
-    The second term covers outputs and partial sums, which are BF16. The first takes the largest error of each product.
-    If rounding errors are spread evenly over a step, the mean square of a product's error is at most a sixth of that
-    error's square, so rounding stays below the bound. If the engine had another weight, the error would be as large as
-    y, and exceed the bound.
+    The first term assumes the largest possible error of each product. If rounding errors are spread evenly over a
+    step, the mean square of a product's error is at most a sixth of the largest error's square, so rounding stays
+    below the bound. The second term covers outputs and partial sums, which are BF16. If the engine had another weight,
+    the error would be as large as y, and exceed the bound.
+
+    In the formula |x| and |w| are larger than in the operands, by `SMALL` times the amax of the token and of the
+    weight: that covers the rounding errors of small values.
     """
-    x_TK, weight_NK = x_TK.double().abs(), weight_NK.detach()
-    x_TK = (x_TK + SMALL * x_TK.amax(-1, keepdim=True)).square()
-    small = SMALL * max(weight_NK.max().item(), -weight_NK.min().item())
-    columns_K = torch.zeros(weight_NK.shape[1], dtype=torch.float64, device=weight_NK.device)
+    weight_NK = weight_NK.detach()
+    size_TK = x_TK.double().abs()
+    x_squares_TK = (size_TK + SMALL * size_TK.amax(-1, keepdim=True)).square()
+    weight_amax = max(weight_NK.max().item(), -weight_NK.min().item())
+    weight_squares_K = torch.zeros(weight_NK.shape[1], dtype=torch.float64, device=weight_NK.device)  # sum over N
     for rows in weight_NK.split(ROWS):  # in FP64, without a copy of the whole weight
-        columns_K += (rows.abs().double() + small).square().sum(0)
-    return (4 * unit**2 * (x_TK @ columns_K) + (2 * U16 * own_TN.double().norm(dim=-1)).square()).sqrt()
+        weight_squares_K += (rows.abs().double() + SMALL * weight_amax).square().sum(0)
+    of_operands_T = 4 * unit**2 * (x_squares_TK @ weight_squares_K)
+    of_outputs_T = (2 * U16 * own_TN.double().norm(dim=-1)).square()
+    return (of_operands_T + of_outputs_T).sqrt()
 
 
 def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
@@ -281,8 +333,8 @@ def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
 
     Experts are two products with an activation function between them, so four operands are rounded: the input, both
     weights, and the activation. `responses_DTK` are D changes of the output after every element of the input was
-    changed by the fraction u, up or down at random. Each of the four roundings has about this effect. They are
-    independent, so their squares add up, to four times the square of one: hence the factor 2.
+    changed by the fraction u, up or down at random. Each of the four roundings changes the output about as much. The
+    four changes are independent, so their squares add up, to four times the square of one change: hence the factor 2.
     """
     response_T = responses_DTK.double().square().sum(-1).mean(0).sqrt()
     return 2 * response_T + 2 * U16 * own_TK.double().norm(dim=-1)
@@ -302,7 +354,8 @@ def excess_of(found: Tensor, own: Tensor, bound: Tensor) -> float:
     If `bound` has the shape of the outputs, the result is the largest ratio of an element. If `bound` `[T]` is for the
     norm of each token's errors, the result is the root mean square of the tokens' ratios.
     """
-    error, bound = found.double() - own.double(), bound.double().clamp_min(1e-30)
+    error = found.double() - own.double()
+    bound = bound.double().clamp_min(1e-30)
     if bound.dim() < error.dim():
         ratio = (error.norm(dim=-1) / bound).square().mean().sqrt()
     else:

@@ -25,8 +25,9 @@ from trl_fp8.upstream import vllm as upstream
 
 
 class RouteLog(RolloutLog):
-    """Routes `[T - 1, L, K]` of everything generated since `begin`. `NOWHERE` at tokens that were never fed to the
-    engine, such as the last result of a tool.
+    """Routes `[T - 1, L, K]` of each rollout since `begin`, as the notes of a `RolloutLog`.
+
+    Routes are `NOWHERE` at tokens that were never fed to the engine, such as the last result of a tool.
     """
 
     not_known = "no router's choice is known for them"
@@ -35,8 +36,8 @@ class RouteLog(RolloutLog):
     remedy = "set router_replay='off'"
 
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
-        # On CUDA vLLM returns routes of cached tokens, too, and 0.31 refuses to return any without a prefix cache. On
-        # CPU routers are read while they run, and they do not run for a cached token
+        # On CUDA vLLM returns routes of cached tokens, too, and vLLM 0.31 refuses to return routes without a prefix
+        # cache. On CPU routers are read while they run, and they do not run for a cached token
         on_cuda = platform.name == "cuda"
         if on_cuda and recipe.tensor_parallel_size > 1:
             raise ValueError(
@@ -75,8 +76,8 @@ class RouteLog(RolloutLog):
 
     def merged(self, notes: list[np.ndarray], length: int) -> np.ndarray:
         merged = np.full((length - 1, *notes[0].shape[1:]), NOWHERE, np.int16)
-        # Notes of several calls in one conversation. The call that first fed a token also computed the log-prob of the
-        # next token, so its routes count: write them last
+        # Notes of several calls in one conversation, in the order of the calls. The call that first fed a token also
+        # computed the log-prob of the next token, so the routes of that call count: write the first call's routes last
         for routes in reversed(notes):
             merged[: len(routes)] = routes[: length - 1]
         return merged
@@ -111,26 +112,33 @@ class RouterCapture:
             router.set_capture_fn(partial(self._capture, layer))
 
     def __call__(self, outputs: list[RequestOutput]) -> list[np.ndarray]:
-        """Return the routes of the requests that just finished; of a token that was computed twice, the first ones."""
+        """Return the routes of requests that just finished. For a token that was computed twice, return the first."""
         chunks = self._chunks
         self._chunks = {}
-        return [np.concatenate(_without_repetitions(chunks[output.request_id])) for output in outputs]
+        found = []
+        for output in outputs:
+            found.append(np.concatenate(_without_repetitions(chunks[output.request_id])))
+        return found
 
     def _capture(self, layer: int, experts: torch.Tensor) -> None:
+        """Note a router's choice. After the last layer, add the routes of this forward to each request's chunks."""
         self._step[layer] = experts
         if layer != self._last:
             return
         routes = np.full((len(experts), self._layers, experts.shape[1]), NOWHERE, np.int16)
-        for number, chosen in self._step.items():
-            routes[:, number] = chosen.numpy()
+        for routed_layer, chosen in self._step.items():
+            routes[:, routed_layer] = chosen.numpy()
         for request, position, start, end in upstream.scheduled_tokens(self._llm):
             self._chunks.setdefault(request, []).append((position, routes[start:end]))
 
 
 def _without_repetitions(chunks: list[tuple[int, np.ndarray]]) -> list[np.ndarray]:
-    """Return the chunks without positions that an earlier chunk has, because a preempted request is computed again."""
+    """Return the chunks without positions that an earlier chunk has, because a preempted request is computed again.
+
+    A chunk is the first of its positions, and the routes from there on.
+    """
     rows = []
-    filled = 0
+    filled = 0  # number of positions that have routes
     for start, chunk in chunks:
         if start + len(chunk) > filled:
             rows.append(chunk[max(0, filled - start) :])

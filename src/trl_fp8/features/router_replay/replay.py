@@ -3,10 +3,14 @@
 If two experts nearly tie, a rounding error makes engine and trainer send a token to different experts, and its
 log-prob jumps. These jumps are the largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370: about one
 router in ten differs). A *route* is the experts of one token in one layer. Replay takes only routes from the rollout.
-Logits, softmax and normalization are the model's own, so gradients reach routers and experts as without replay: only
-`topk` returns the route as indices, and the values at these indices.
+Logits, softmax and normalization are the model's own, so gradients reach routers and experts as without replay. The
+only change is that `topk` returns the route as indices, and the values at these indices.
 
     forward  ->  routes [N, K] of a layer for this forward's tokens  ->  router: softmax, topk -> route, normalize
+
+`RouterReplay` gives each router a class (`_Replayed`) whose forward calls `RouterReplay.route`. `route` calls the
+router's own forward inside `_TopK`, which replaces the result of `topk`. Before each forward a hook on the decoder,
+`_before_forward`, takes the routes of the forward's sequences.
 
 Shape letters: B sequences, S tokens of a padded sequence, N = B * S, L layers with routers, K experts per token.
 """
@@ -25,10 +29,10 @@ from trl_fp8.recipe.names import NOWHERE, full_shape, is_router, routers
 
 
 class RouteTally:
-    """Counts of routes, fp64 `[3]` on the device.
+    """Three counts of routes, fp64 `[3]` on the device.
 
-    The first counts the routes that are known from the rollout. The second counts the known routes that the forward
-    used, and the third the known routes that the router itself chose.
+    The first number counts the routes that are known from the rollout. The second counts the known routes that the
+    forward used, and the third the known routes that the router itself chose.
     """
 
     def __init__(self, device: torch.device):
@@ -58,8 +62,9 @@ class RouterReplay:
         self._recorded: list[Tensor] = []
         self.end()
         for column, router in enumerate(by_layer.values()):
-            if isinstance(router, _Replayed):  # an earlier trainer swapped it, and its replay is replaced
-                router.replay[0]._hook.remove()
+            if isinstance(router, _Replayed):  # an earlier trainer swapped this router: remove that trainer's hook
+                earlier_replay, _ = router.replay
+                earlier_replay._hook.remove()
             else:
                 swap(router, _Replayed, replay=None)
             router.replay = self, column
@@ -68,13 +73,14 @@ class RouterReplay:
     def begin(
         self, routes_BSLK: Tensor | None, *, replay: bool, tally: RouteTally | None = None, record: bool = False
     ) -> None:
-        """Use `routes_BSLK` in the next forwards, which take its rows in order, in chunks of any size.
+        """Use `routes_BSLK` in the next forwards. Each forward takes the next rows, a row for each of its sequences.
 
         Call `end` only after the backward pass, because gradient checkpointing runs the forward again.
 
         Args:
             routes_BSLK: Experts of each token and layer, on any device, or None.
-            replay: Whether routers use these experts, except at `NOWHERE`. False: routers are only compared with them.
+            replay: Whether routers use these experts, except at `NOWHERE`. False: routers choose by themselves, and
+                their choices are only compared with these experts.
             tally: Counts how often routers agree with the routes.
             record: Whether the routers' own choices are stored for `recorded`.
         """
@@ -85,7 +91,7 @@ class RouterReplay:
         self._row = 0  # first row of `routes_BSLK` that no forward has used
         self._chunk_NLK: Tensor | None = None  # routes of the forward that is running
         self._real_N: Tensor | None = None  # False at padding in that forward; None: no padding
-        if record or routes_BSLK is not None:  # `end` keeps the record, because `recorded` is read after it
+        if record or routes_BSLK is not None:  # not in `end`, because `recorded` is read after `end`
             self._recorded = []
 
     def end(self) -> None:
@@ -94,7 +100,7 @@ class RouterReplay:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Let routers choose by themselves inside the block. Continue the current replay after it."""
-        state = dict(vars(self))
+        state = dict(vars(self))  # all attributes, because `end` resets those of the current replay
         self.end()
         try:
             yield
@@ -132,33 +138,37 @@ class RouterReplay:
             self._row += rows
             self._chunk_NLK = chunk.to(tokens.device).flatten(0, 1)
             mask = kwargs.get("attention_mask")
-            self._real_N = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            self._real_N = None
+            if isinstance(mask, Tensor) and mask.dim() == 2:
+                self._real_N = mask.flatten().bool()
 
     def route(self, column: int, forward: Callable[..., tuple], *args, **kwargs) -> tuple:
         """Call a router's `forward` under this replay. Return its outputs, the last of which are routes `[N, K]`."""
         if self._chunk_NLK is None and not self._recording:
             return forward(*args, **kwargs)
         rollout_NK = None if self._chunk_NLK is None else self._chunk_NLK[:, column].long()
-        with _TopK(rollout_NK if self._replay else None) as topk:
+        replayed_NK = rollout_NK if self._replay else None
+        with _TopK(replayed_NK) as topk:
             output = forward(*args, **kwargs)
         if len(topk.own) != 1:
             raise RuntimeError(
                 f"the router of layer {self.layers[column]} calls topk {len(topk.own)} times, but replay needs one "
                 "call, which chooses the experts. Set router_replay='off'."
             )
-        own_NK = topk.own[0]
+        [own_NK] = topk.own
         used_NK = output[-1]
         if self._recording:
-            self._recorded[-1].flatten(0, 1)[:, column] = own_NK.to(self.dtype)
+            recorded_NLK = self._recorded[-1].flatten(0, 1)  # a view
+            recorded_NLK[:, column] = own_NK.to(self.dtype)
         if self._tally is not None and rollout_NK is not None:
             self._tally.add(rollout_NK, used_NK, own_NK, self._real_N)
         return output
 
 
 class _TopK(TorchFunctionMode):
-    """Makes `torch.topk` return `indices_NK` (unless None) and the values there. Its own indices go to `own`.
+    """Makes `torch.topk` return `indices_NK` (unless None) and the values there. The indices of torch go to `own`.
 
-    Routers in transformers do different things before and after their top-k, but all of them call it.
+    Routers in transformers do different things before and after their top-k, but all routers call `torch.topk`.
     """
 
     def __init__(self, indices_NK: Tensor | None):
@@ -199,9 +209,14 @@ def _by_layer(base: nn.Module, flag: str) -> dict[int, nn.Module]:
                 f"{flag}: {name} is a {type(router).__name__}, but replay needs routers that choose by one top-k (as "
                 "in Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and GPT-OSS). Set router_replay='off'."
             )
-    return {int(re.search(r"layers\.(\d+)\.", name)[1]): router for name, router in routers_by_name.items()}
+    by_layer = {}
+    for name, router in routers_by_name.items():
+        layer = int(re.search(r"layers\.(\d+)\.", name)[1])
+        by_layer[layer] = router
+    return by_layer
 
 
 def _same_set(a_NK: Tensor, b_NK: Tensor) -> Tensor:
     """Return for each row whether `a` and `b` name the same experts, in any order. A row has no repetitions."""
-    return (a_NK[:, :, None] == b_NK[:, None, :]).any(-1).all(-1)
+    is_equal_NKK = a_NK[:, :, None] == b_NK[:, None, :]
+    return is_equal_NKK.any(-1).all(-1)

@@ -2,12 +2,13 @@
 
     generation     the engine returns routes [T - 1, all layers, K] of each sequence         `after_generation`
     old log-probs  routes are aligned with TRL's padding, and replayed or compared           `scoring`
-    batch          gets the routes, [B, S, L, K], because TRL shuffles it by sequence        `extend_batch`
+    batch          the batch gets the routes [B, S, L, K], a row for each sequence, because
+                   TRL shuffles sequences                                                    `extend_batch`
     loss           routes are replayed                                                       `begin_loss`
 
 With router_replay='rollout' the policy's forward uses the experts that the FP8 engine chose. The reference (`beta >
 0`) chooses experts by itself, so TRL's `kl` does not start at 0. `kl_floor`, which is logged once, is the value of
-`kl` before the first optimizer step: compare later values with it.
+`kl` before the first optimizer step: compare later values of `kl` with `kl_floor`.
 
 Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L layers with routers, K experts per token.
 """
@@ -72,25 +73,29 @@ class Routes(Feature):
         columns = mask.shape[1]
         routes_BSLK = padded_routes(self.replay, *self._arrived, columns - logits_to_keep, columns)
         self._tally = RouteTally(self.trainer.accelerator.device)
-        options = {"replay": self.mode == "rollout", "tally": self._tally, "record": self.mode == "policy"}
-        with self.replay.during(routes_BSLK, **options):
+        replays = self.mode == "rollout"
+        records = self.mode == "policy"
+        with self.replay.during(routes_BSLK, replay=replays, tally=self._tally, record=records):
             yield
-        if self.mode != "monitor":
-            self._loss_routes_BSLK = routes_BSLK if self.mode == "rollout" else self.replay.recorded()
+        if replays:
+            self._loss_routes_BSLK = routes_BSLK
+        elif records:
+            self._loss_routes_BSLK = self.replay.recorded()
 
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
         return self.replay.suspended()  # the reference may be the policy itself, inside a loss that replays
 
     def extend_batch(self, batch: Batch) -> None:
         if self._loss_routes_BSLK is None and self.mode == "rollout":  # there was no old-log-prob pass
-            prompts, completions = (batch.tensors[name].shape[1] for name in (PROMPT_IDS, COMPLETION_IDS))
-            self._loss_routes_BSLK = padded_routes(self.replay, *self._arrived, prompts, prompts + completions)
+            prompt_columns = batch.tensors[PROMPT_IDS].shape[1]
+            columns = prompt_columns + batch.tensors[COMPLETION_IDS].shape[1]
+            self._loss_routes_BSLK = padded_routes(self.replay, *self._arrived, prompt_columns, columns)
         if self._loss_routes_BSLK is not None:
             batch.tensors[ROUTES] = self._loss_routes_BSLK
         self._arrived = None
         if self._tally is not None:
-            # Shares of the known routes that differ from the rollout's in the old-log-prob pass: as the forward used
-            # them, and as the routers themselves chose
+            # Shares of the known routes that differ from the rollout's routes in the old-log-prob pass: in the routes
+            # that the forward used, and in the routes that the routers themselves chose
             known, used, own = self.trainer.accelerator.reduce(self._tally.counts, "sum").tolist()
             batch.metrics["router/disagreement"] = mean_of(known - used, known)
             batch.metrics["router/own_disagreement"] = mean_of(known - own, known)
@@ -118,8 +123,8 @@ def padded_routes(
         replay: The policy's replay.
         routes: `[T - 1, all layers, K]` of each sequence.
         prompts: Number of prompt tokens of each sequence.
-        prompt_columns: Number of prompt columns. All prompts end in the last of them, and all completions begin in the
-            next one: TRL pads prompts on the left and completions on the right.
+        prompt_columns: Number of prompt columns. All prompts end in the last prompt column, and all completions begin
+            in the column after it: TRL pads prompts on the left and completions on the right.
         columns: S.
     """
     layers = list(replay.layers)

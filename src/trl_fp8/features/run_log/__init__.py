@@ -47,19 +47,20 @@ def _report(options: Namespace) -> str:
     logs = [file_of(run) for run in options.runs]
     if len(logs) > 1:
         default_output = logs[0].parent.resolve().parent / "report"
-    else:  # an earlier run, whose log is fp8_run.1.jsonl, does not overwrite the report of the current one
-        stem = logs[0].stem
-        number = stem.removeprefix("fp8_run") if stem.startswith("fp8_run") else ""
+    else:  # the report of an earlier run, whose log is fp8_run.1.jsonl, does not overwrite that of the current run
+        number = logs[0].stem.removeprefix("fp8_run")  # such as ".1"; empty for the current run
         default_output = logs[0].with_name(f"report{number}")
     page = write_report(read_runs(options.runs), options.output or default_output)
     written = f"written: {page} (open it in a browser), and its pictures beside it as PNG"
 
-    # Compare resolved paths, because several paths may lead to one file
-    drawn = {log.resolve() for log in logs}
-    earlier = {log.resolve(): str(log) for run_log in logs for log in earlier_logs(run_log.parent)}
-    not_drawn = [name for log, name in earlier.items() if log not in drawn]
+    drawn = {log.resolve() for log in logs}  # resolved, because several paths may lead to one file
+    not_drawn = {}  # resolved path -> path for the user
+    for run_log in logs:
+        for earlier in earlier_logs(run_log.parent):
+            if earlier.resolve() not in drawn:
+                not_drawn[earlier.resolve()] = str(earlier)
     if not_drawn:
-        written += f"\nnot drawn: earlier runs in the same folder, also valid as RUN: {', '.join(not_drawn)}"
+        written += f"\nnot drawn: earlier runs in the same folder, also valid as RUN: {', '.join(not_drawn.values())}"
     return written
 
 

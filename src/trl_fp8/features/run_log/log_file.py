@@ -20,7 +20,7 @@ from typing import Any
 
 
 FILE = "fp8_run.jsonl"
-NEW = "fp8_run.new.jsonl"  # file of a run until its first step is done, if FILE is an earlier run's
+NEW = "fp8_run.new.jsonl"  # file of a run until its first step is done, if FILE belongs to an earlier run
 LAST = 10  # a report averages a metric over so many logged steps at either end, because single batches vary
 
 
@@ -74,7 +74,7 @@ def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
     if step == 0:
         rows = _rows(path) if path.exists() else []
         if any(isinstance(row.get("step"), int | float) and row["step"] > 0 for row in rows):
-            path = folder / NEW  # FILE is an earlier run's that has logged a step
+            path = folder / NEW  # FILE belongs to an earlier run that has logged a step
         else:
             path.unlink(missing_ok=True)
     elif path.exists() and not path.read_bytes().endswith(b"\n"):  # the process was killed in the middle of a line
@@ -112,10 +112,12 @@ def read_run(folder: str | Path) -> Run:
         kind = row.pop("kind", None)
         if kind == "run" and isinstance(row.get("facts"), dict) and isinstance(row.get("step"), int):
             facts = row["facts"]
-            # The run was resumed here, after step n. It repeats generations with step n, which precede step n + 1, but
-            # not logs with step n, which follow step n
+            # The run was resumed here, after step n. It repeats generations recorded with step n, because they sampled
+            # for step n + 1. It does not repeat logs of step n, which were written at the end of that step
             rows["log"] = [earlier for earlier in rows["log"] if earlier["step"] <= row["step"]]
             rows["rollouts"] = [earlier for earlier in rows["rollouts"] if earlier["step"] < row["step"]]
+            for earlier in rows["log"]:
+                earlier.pop("train_runtime", None)  # an earlier attempt ended with it, but the run went on
         elif kind in rows and isinstance(row.get("step"), int | float):
             rows[kind].append(row)
     if facts is None:
@@ -144,7 +146,8 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 def file_of(path: str | Path) -> Path:
     """Return the log file of a run. `path` is this file or the run's folder."""
     path = Path(path)
-    return path if path.name in (FILE, NEW) or _number(path) else path / FILE
+    is_log = path.name in (FILE, NEW) or _number(path) > 0
+    return path if is_log else path / FILE
 
 
 def _run_path(file: Path) -> Path:
@@ -190,7 +193,7 @@ def series(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> 
 def ends(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[Stretch | None, Stretch | None]:
     """Return the means of a metric over the first and over the last logged steps: `LAST` steps, at most half of all.
 
-    The first mean is None if fewer than two steps were logged, the last one if none was.
+    The first mean is None if fewer than two steps were logged, the last mean is None if no step was.
     """
     steps, values = series(rows, key)
     count = max(1, min(LAST, len(steps) // 2))

@@ -15,7 +15,7 @@ from .log_file import FILE, append, begin, settle
 
 
 logger = get_logger(__name__)
-# Bins of the histogram of log r (`LogRatio`) over [-LIMIT, LIMIT]; one more bin at either end has what is beyond
+# Bins of the histogram of log r (`LogRatio`) from -LIMIT to LIMIT. Two more bins count the values below and above
 BINS = 120
 LIMIT = 3.0
 POSITIONS = 1024  # evenly spaced positions of the batch, at which log-probs are read
@@ -48,17 +48,18 @@ class RunLog(Feature, TrainerCallback):
         self._write(append, "rollouts", row | batch.record)
 
     def save(self, folder: str) -> None:
-        """Give this run's file its final name, if it still has that of a run without a step: a checkpoint shows that a
-        step is done, even if none was logged.
+        """Give this run's file its final name, if it has another one (log_file.py).
+
+        A file gets this name when a step is done. A checkpoint shows that a step is done, even if none was logged.
         """
         if self.writes:
             self._write(settle)
 
-    def _write(self, write: Callable, *line) -> None:
-        """Call `write(folder, *line)`. If it fails, for example on a full disk, warn and write no more."""
+    def _write(self, write: Callable, *args) -> None:
+        """Call `write(folder, *args)` of log_file.py. After an error, as of a full disk, warn and write no more."""
         folder = self.trainer.args.output_dir
         try:
-            write(folder, *line)
+            write(folder, *args)
         except OSError as error:
             self.writes = False
             logger.warning(f"{folder}/{FILE} cannot be written, so this run writes no more lines to it: {error}")
@@ -70,23 +71,23 @@ def rollout_sample(ratio: LogRatio) -> dict[str, list | float]:
     Synchronizes with the device once.
     """
     scored = ratio.scored_BT.flatten().double()
-    # Bin 0 and bin BINS + 1 have what is beyond LIMIT
+    # Values below -LIMIT go to bin 0, values from LIMIT on to bin BINS + 1
     bins = ((ratio.values_BT.flatten() + LIMIT) * (BINS / (2 * LIMIT))).floor().long() + 1
     counts = scored.new_zeros(BINS + 2).scatter_add_(0, bins.clamp(0, BINS + 1), scored)
     chosen = evenly_spaced(scored.numel(), POSITIONS, scored.device)
     trainer = ratio.trainer_BT.flatten()[chosen].double()
     rollout = ratio.rollout_BT.flatten()[chosen].double()
-    # One vector, because one copy to the host is faster than several
-    counts, columns = torch.cat([counts, trainer, rollout, scored[chosen]]).cpu().tensor_split([BINS + 2])
-    pairs = []
-    for trainer_logp, rollout_logp, is_scored in columns.view(3, len(chosen)).T.tolist():
-        if is_scored:
-            pairs.append([round(trainer_logp, 5), round(rollout_logp, 5)])
+    # Copied to the host as one vector, which is faster than four copies
+    on_device = [counts, trainer, rollout, scored[chosen]]
+    counts, trainer, rollout, is_scored = torch.cat(on_device).cpu().split([len(vector) for vector in on_device])
+    pairs = torch.stack([trainer, rollout], 1)[is_scored > 0].tolist()
     stride = max(1, ceil(len(pairs) / PAIRS))
     return {
         "log_ratio_limit": LIMIT,
         "log_ratio_counts": counts.long().tolist(),
-        "log_probs": pairs[::stride],
+        "log_probs": [
+            [round(trainer_logp, 5), round(rollout_logp, 5)] for trainer_logp, rollout_logp in pairs[::stride]
+        ],
     }
 
 

@@ -1,4 +1,9 @@
-"""Checks of flags and adapters, for adapters on an FP8 base whose weights exist only in the engine."""
+"""Checks of flags and adapters, for adapters on an FP8 base whose weights exist only in the engine.
+
+require_trainable_base    checks arguments, before a model is loaded
+require_frozen_base       checks that no FP8 layer is trained whole, before these layers lose their weights
+require_adaptable         checks the adapters, once the policy has them
+"""
 
 from collections.abc import Container
 
@@ -41,8 +46,10 @@ def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | No
 
 def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
     """Raise `ValueError` for a policy without trainable adapters, or with adapters that an engine cannot hold."""
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
-    adapters = {checkpoint_name(name): layer for name, layer in layers}
+    adapters = {}  # checkpoint name of a layer -> PEFT's wrapper of the layer
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            adapters[checkpoint_name(name)] = module
     if not adapters:
         raise ValueError(
             "fp8_base=True without adapters: the base is frozen, so nothing would be trained. Pass a peft_config "
@@ -61,8 +68,11 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
             f"fp8_base=True with adapters that the engine has no room for: {listed(refused, 3)}. Use plain LoRA on "
             f"linear layers (with experts or MLA target_modules={adapter_targets(linears)}, not 'all-linear'), {OFF}"
         )
-    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
-    misnamed = sorted({name for module in wrappers for name in module.active_adapters} - {"default"})
+    saved_under: set[str] = set()  # names of adapters that have modules_to_save
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            saved_under.update(module.active_adapters)
+    misnamed = sorted(saved_under - {"default"})
     if misnamed:
         raise ValueError(
             f"fp8_base=True with modules_to_save of an adapter called {listed(misnamed)}: a sync sends whole modules "
@@ -73,13 +83,15 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
 def require_frozen_base(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe) -> None:
     """Raise `ValueError` if `modules_to_save` trains whole FP8 layers. Call it before these lose their weights."""
     ends = tuple(getattr(config, "modules_to_save", None) or ())
-    # PEFT copies, with all that is inside, each module whose name in the PEFT model ends with an entry of the list
-    copied = tuple(
-        f"{checkpoint_name(name)}."
-        for name, module in model.named_modules()
-        if isinstance(module, ModulesToSaveWrapper) or f"base_model.model.{name}".endswith(ends)
-    )
-    trained = [name for name in (*recipe.fp8_modules, *recipe.fp8_experts) if f"{name}.".startswith(copied)]
+    # PEFT copies each module whose name in the PEFT model ends with an entry of the list, and all modules inside. The
+    # model may be a PEFT model already, or become one after this check
+    copied: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) or f"base_model.model.{name}".endswith(ends):
+            copied.append(f"{checkpoint_name(name)}.")
+    fp8_modules = (*recipe.fp8_modules, *recipe.fp8_experts)
+    starts = tuple(copied)
+    trained = [name for name in fp8_modules if f"{name}.".startswith(starts)]
     if trained:
         raise ValueError(
             f"fp8_base=True with modules_to_save that are FP8: {listed(trained, 3)}. Trainer and engine share the FP8 "
@@ -104,4 +116,5 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: Container[str]) -> str |
         return "the gate of a shared expert, which every rank of an engine holds as a whole"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
-    return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)
+    variants = list(layer.lora_variant.values())  # for example DoRA; plain LoRA has no variant
+    return type(variants[0]).__name__ if variants else None

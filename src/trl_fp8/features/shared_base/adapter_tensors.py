@@ -7,8 +7,12 @@ is the FP8 weight.
     B  [sum N, S R]   the layers' B as a block diagonal, each times its scaling s, before rounding to BF16
 
 A layer has N out-features and K in-features. R is the largest rank among the adapters of the S layers. Adapters of a
-smaller rank, and layers without an adapter, are padded with zeros. The zeros are sent like all other values, because
-everything that an engine computes with has a checksum.
+smaller rank are padded with zeros, and a layer without an adapter gets zeros. A sync sends the zeros like all other
+values, because everything that an engine computes with has a checksum.
+
+    Slot                the place of one layer's A and B in an engine's linear layer
+    adapter_tensors     yields what a sync sends
+    with_adapters       yields W + s B A, to merge adapters into a base
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +37,7 @@ class Slot:
     """The part of an engine's linear layer that holds the adapter of one of the policy's layers."""
 
     rank: int  # R
-    index: int  # of the policy's layer among the S fused layers
+    index: int  # number of the policy's layer among the S fused layers
     fused: int  # S, the number of fused layers
     shape: tuple[int, int]  # `[N, K]`, of the weight of the policy's layer
     own_rank: int  # rank of the layer's own adapter, at most R; 0 if the layer has no adapter
@@ -59,7 +63,7 @@ def adapter_ranks(model: nn.Module) -> dict[str, int]:
     `ValueError` if several adapters are active, or if one is merged into its base.
     """
     layers = _adapted(model)
-    _active(layers)  # raises
+    _active(layers)  # raises the two errors
     return {name: max(layer.r.values()) for name, layer in layers.items() if layer.r}
 
 
@@ -74,7 +78,10 @@ def _active(layers: Mapping[str, LoraLayer]) -> str | None:
             f"fp8_base=True with adapters that are merged into the base: {listed(merged, 3)}. Call "
             "model.unmerge_adapter() first, or set fp8_base=False."
         )
-    names = {name for layer in layers.values() if not layer.disable_adapters for name in layer.active_adapters}
+    names = set()
+    for layer in layers.values():
+        if not layer.disable_adapters:
+            names.update(layer.active_adapters)
     if len(names) > 1:
         raise ValueError(
             f"fp8_base=True with {len(names)} active adapters ({', '.join(sorted(names))}): the engine holds one. "
@@ -88,31 +95,33 @@ def adapter_tensors(
 ) -> Iterator[NamedTensor]:
     """Yield the (name, tensor) pairs that a sync sends: padded A and B of each slot, then zeros for empty slots.
 
-    `trained` yields (PEFT's name, whole tensor) of the adapters and of other parameters to send. Others are sent under
-    their checkpoint names. `ValueError` if the active adapter does not fit into its slot.
+    `trained` yields (PEFT's name, whole tensor) of the adapters and of other parameters to send. The other parameters
+    are sent under their checkpoint names. `ValueError` if the active adapter does not fit into its slot.
     """
     unfilled = {(layer, which) for layer in slots for which in (A, B)}
     trained = iter(trained)
     try:
         for name, which, tensor in _active_matrices(model, trained):
-            if which is None:
+            if which is None:  # a parameter of no adapter
                 yield name, tensor
-            else:
-                slot = slots.get(name)
-                rank = tensor.shape[0 if which == A else 1]
-                if slot is None or rank > slot.rank:
-                    room = "none" if slot is None else f"room for rank {slot.rank}"
-                    raise ValueError(
-                        f"fp8_base=True: the active adapter has rank {rank} at {name}, where the engine has {room}, "
-                        "because the engine was sized by the policy's adapters when it started. Add adapters before "
-                        "the trainer is made."
-                    )
-                unfilled.discard((name, which))
-                yield f"{name}.{which}.weight", slot.pad(which, tensor)
+                continue
+            slot = slots.get(name)
+            rank = len(tensor) if which == A else tensor.shape[1]
+            if slot is None or rank > slot.rank:
+                room = "none" if slot is None else f"room for rank {slot.rank}"
+                raise ValueError(
+                    f"fp8_base=True: the active adapter has rank {rank} at {name}, where the engine has {room}, "
+                    "because the engine was sized by the policy's adapters when it started. Add adapters before "
+                    "the trainer is made."
+                )
+            unfilled.discard((name, which))
+            yield f"{name}.{which}.weight", slot.pad(which, tensor)
     except GatherFailed:  # the other ranks still wait in that gather, so this rank must not start another collective
         raise
     except Exception:
-        for _ in trained:  # its gathers are collective, so other ranks would wait for this rank
+        # Each step of `trained` gathers a parameter, which is a collective. Take the remaining steps, because the
+        # other ranks would wait for this rank in the next gather
+        for _ in trained:
             pass
         raise
     device = next(model.parameters()).device
@@ -135,26 +144,31 @@ def factors(model: nn.Module, parameters: Iterable[NamedTensor]) -> dict[str, di
 def with_adapters(
     weights: Iterable[NamedTensor], adapters: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> Iterator[NamedTensor]:
-    """Yield `(checkpoint name, weight)`: W + s B A in FP32 for layers in `adapters` (see `factors`), otherwise W."""
+    """Yield (checkpoint name, weight): W + s B A in FP32 for layers in `adapters`, and W for other layers.
+
+    `adapters` is what `factors` returns.
+    """
     for name, weight in weights:
         pair = adapters.get(name.removesuffix(".weight"))
         if pair:
-            weight = torch.addmm(weight.detach().to(pair[A].device, torch.float32), pair[B], pair[A])
+            weight_fp32 = weight.detach().to(pair[A].device, torch.float32)
+            weight = torch.addmm(weight_fp32, pair[B], pair[A])
         yield name, weight
 
 
 def _active_matrices(
     model: nn.Module, parameters: Iterable[NamedTensor]
 ) -> Iterator[tuple[str, str | None, torch.Tensor]]:
-    """Yield (layer, `A` or `B`, A or s B) of the active adapter, and (checkpoint name, None, tensor) of all parameters
-    that belong to no adapter.
+    """Yield (layer, `A` or `B`, matrix A or s B) of the active adapter. Yield (checkpoint name, None, tensor) of each
+    parameter that belongs to no adapter. Skip other adapters.
     """
     layers = _adapted(model)
     active = _active(layers)
-    for name, tensor in parameters:
-        layer, which, adapter = _parsed(checkpoint_name(name))
+    for peft_name, tensor in parameters:
+        name = checkpoint_name(peft_name)
+        layer, which, adapter = _parsed(name)
         if which is None:
-            yield layer, None, tensor
+            yield name, None, tensor
         elif adapter == active:
             matrix = tensor.detach()
             if which == B:
@@ -164,8 +178,11 @@ def _active_matrices(
 
 def _adapted(model: nn.Module) -> dict[str, LoraLayer]:
     """Return PEFT's wrappers of the layers with adapters, by the layers' checkpoint names."""
-    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
-    return {checkpoint_name(name): layer for name, layer in layers}
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            layers[checkpoint_name(name)] = module
+    return layers
 
 
 def _parsed(name: str) -> tuple[str, str | None, str]:

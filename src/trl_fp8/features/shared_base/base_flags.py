@@ -59,17 +59,20 @@ class BaseFlags(FlagGroup):
         """Return the changes of an FP8 base: its weights leave the trainer, and the engine gets BF16 adapters."""
         if not self.fp8_base:
             return {}
-        shared = {name: outline.parameters[name] for name in recipe.fp8_tensors}
-        parameters = sum(map(prod, shared.values()))
-        codes = sum(map(recipe.format.weight_bytes, shared.values()))
+        shapes = {name: outline.parameters[name] for name in recipe.fp8_tensors}
+        parameters = sum(prod(shape) for shape in shapes.values())
+        code_bytes = sum(recipe.format.weight_bytes(shape) for shape in shapes.values())
         # Module -> bytes of its BF16 weights. One linear layer, or all experts of a layer, is dequantized at a time
         dequantized = Counter()
-        for name, shape in shared.items():
-            dequantized[name.rpartition(".")[0]] += 2 * prod(shape)
-        # Without a shared base, sharded trainers gather two decoder layers at a time in BF16
-        gathered = 2 * 2 * parameters / outline.layers if setup.gpus > 1 else 0
+        for name, shape in shapes.items():
+            module = name.rpartition(".")[0]
+            dequantized[module] += 2 * prod(shape)
+        # Without a shared base, sharded trainers gather two decoder layers at a time, in BF16 (2 bytes)
+        gathered = 0
+        if setup.gpus > 1:
+            gathered = 2 * 2 * parameters / outline.layers
         # No rank of a divided engine holds whole weights, so each trainer holds the codes once more
-        own_codes = codes if recipe.tensor_parallel_size > 1 else 0
+        own_codes = code_bytes if recipe.tensor_parallel_size > 1 else 0
         return {
             "weights": own_codes - BYTES[setup.dtype] * parameters / setup.gpus,
             "uncounted": max(dequantized.values(), default=0) - gathered,

@@ -1,4 +1,10 @@
-"""The trainer's side of a shared FP8 base: the policy is loaded without its base and computes with the engine's."""
+"""The trainer's side of a shared FP8 base: the policy is loaded without its base and computes with the engine's.
+
+`without_base`    encloses the construction of TRL's trainer: the policy is loaded without base weights, or loses
+                  them. `Construction.handover` passes the source of the weights on to the feature
+`BaseInEngine`    the feature of a run: it shares the base with the engine through `engine_part`, and merges
+                  adapters into the original weights
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +29,8 @@ logger = get_logger(__name__)
 def without_base(construction: Construction) -> Iterator[None]:
     """Enclose the construction of TRL's trainer. With fp8_base the trainer gets a policy without base weights.
 
-    A model object loses them, and gets them back if the construction fails. `ValueError` if the policy cannot share
-    its base, or without fp8_base if an earlier engine has the base.
+    A model object loses its base weights, and gets them back if the construction fails. `ValueError` if the policy
+    cannot share its base, and without fp8_base if an earlier engine has the base.
     """
     args = construction.args
     model = construction.trainer_kwargs["model"]
@@ -43,8 +49,11 @@ def without_base(construction: Construction) -> Iterator[None]:
 
         def load_adaptable(name: str, **loading: Any) -> PreTrainedModel:
             """Load a model without its base. TRL calls this in place of its `create_model_from_path`."""
-            # FP32, TRL's default, instead of BF16 if modules or biases are trained beside the adapters
-            if getattr(adapters, "modules_to_save", None) or getattr(adapters, "bias", "none") != "none":
+            # The base is loaded in BF16 by default. If modules or biases are trained beside the adapters, they need
+            # FP32, TRL's default
+            trains_modules = bool(getattr(adapters, "modules_to_save", None))
+            trains_biases = getattr(adapters, "bias", "none") != "none"
+            if trains_modules or trains_biases:
                 loading = {"dtype": torch.float32} | loading
             model, source = load_without_base(create, name, args.recipe_for, **loading)
             construction.handover[SOURCE] = source
@@ -73,7 +82,8 @@ class BaseInEngine(Feature):
         source = trainer.handover.pop(SOURCE)
         trainer.recipe = source.recipe
         require_adaptable(trainer.model, source.recipe)
-        # With one forward the trainer has an engine of its own beside the server, and shares the base with that one
+        # With one forward the trainer has an engine of its own beside the server, and shares the base with its own
+        # engine
         self._is_served = trainer.args.vllm_mode == "server" and not trainer.args.policy_calls_engine
         self.base = SharedBase(trainer.model, source, trainer.accelerator.device, self._is_served)
 

@@ -2,10 +2,13 @@
 
     y = Q(W) x + B (A x)        each product is rounded to BF16, as vLLM's LoRA kernels do, before the sum
 
+`adapters_installed` adds these layers to engines that start inside its block, and `slots_of` says which policy layer
+has which part of them (`Slot`).
+
 vLLM's own LoRA is not used. It chooses an adapter for each token, renames the layers, and needs kernels that get the
-adapter of each token of a batch. Here one adapter serves all tokens, so A and B are unquantized linear layers like any
-other. They run on the same kernels, batch invariant if the engine's are. vLLM compiles them and captures them in CUDA
-graphs, a trainer with one forward calls them, and syncs write and audit their tensors.
+adapter of each token of a batch. Here one adapter serves all tokens, so A and B are ordinary unquantized linear
+layers. They run on the engine's kernels for such layers, and are batch invariant if these kernels are. vLLM compiles A
+and B and captures them in CUDA graphs, a trainer with one forward calls them, and syncs write and audit their tensors.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -41,7 +44,7 @@ class AdapterLinear(ReplicatedLinear, Added):
 
     Args:
         which: `A` or `B`.
-        layers: This rank's part of each of the policy's layers.
+        layers: This rank's part of each of the policy's layers that vLLM fuses into the linear layer.
         slots: Engine's name of each of these layers -> its slot (adapter_tensors.py).
         shape: In-features and out-features of this matrix on this rank.
         prefix: The engine's name of the linear layer.
@@ -58,10 +61,11 @@ class AdapterLinear(ReplicatedLinear, Added):
     def pieces(self) -> Iterator[Piece]:
         for name, rows, columns, offset in self.layers:
             slot = self.slots[name]
-            if self.which == A:  # rows of a layer's A lie below those of the layer before
+            # Spans of rows and columns: this rank's part of the matrix that a sync sends, and its place in this matrix
+            if self.which == A:  # the rows of a layer's A lie below the rows of the previous layer's A
                 sent = (None, columns)
                 in_engine = (Span(slot.index * slot.rank, slot.rank), None)
-            else:  # a sync sends a layer's B with zeros in the other layers' columns, so it fills whole rows
+            else:  # a sync sends a layer's B with zeros in the other layers' columns, so B fills whole rows
                 sent = (rows, None)
                 in_engine = (Span(offset, rows.size) if rows else None, None)
             piece_name = f"{name}.{self.which}.weight"
@@ -70,7 +74,7 @@ class AdapterLinear(ReplicatedLinear, Added):
     def facts(self) -> dict[str, list]:
         if self.which == B:  # the layer of A reports the same slots
             return {}
-        return {name: [*astuple(slot)] for name, slot in self.slots.items()}
+        return {name: list(astuple(slot)) for name, slot in self.slots.items()}
 
 
 def adapters_installed(linears: Collection[str], ranks: Mapping[str, int]) -> AbstractContextManager[None]:
@@ -92,7 +96,10 @@ def adapters_installed(linears: Collection[str], ranks: Mapping[str, int]) -> Ab
 
 
 def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int]) -> None:
-    """Add A and B to the linear layers of `model` that compute the layers in `ranks`; `ValueError` if any has none."""
+    """Add A and B to the linear layers of `model` that compute the layers in `ranks`.
+
+    `ValueError` if no linear layer computes one of the layers in `ranks`.
+    """
     missing = set(ranks)
     for prefix, module in list(model.named_modules()):
         if not isinstance(module, LinearBase):
@@ -100,24 +107,24 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
         layers = list(shards(model, prefix, module, linears))
         names = [name for name, *_ in layers]
         rank = max((ranks.get(name, 0) for name in names), default=0)  # R of this linear layer
-        if rank:
-            missing -= set(names)
-            width = len(layers) * rank  # S R
-            slots = {}
-            for index, (name, rows, columns, _) in enumerate(layers):
-                # The shape of the whole layer. This rank may compute a part of it
-                shape = (
-                    rows.whole if rows else module.output_size_per_partition,
-                    columns.whole if columns else module.input_size_per_partition,
-                )
-                slots[name] = Slot(rank, index, len(layers), shape, ranks.get(name, 0))
-            shapes = {A: (module.input_size_per_partition, width), B: (width, module.output_size_per_partition)}
-            for which, shape in shapes.items():
-                module.add_module(ADAPTERS[which], AdapterLinear(which, layers, slots, shape, prefix))
-            # Replace the method by one with the same attributes, whose class also has `_WithAdapter`
-            method = object.__new__(_with_adapter(type(module.quant_method)))
-            vars(method).update(vars(module.quant_method))
-            module.quant_method = method
+        if rank == 0:
+            continue
+        missing -= set(names)
+        inputs = module.input_size_per_partition
+        outputs = module.output_size_per_partition
+        slots = {}
+        for index, (name, rows, columns, _) in enumerate(layers):
+            # The shape of the whole layer. This rank may compute a part of the layer
+            shape = (rows.whole if rows else outputs, columns.whole if columns else inputs)
+            own_rank = ranks.get(name, 0)
+            slots[name] = Slot(rank=rank, index=index, fused=len(layers), shape=shape, own_rank=own_rank)
+        width = len(layers) * rank  # S R
+        module.add_module(ADAPTERS[A], AdapterLinear(A, layers, slots, shape=(inputs, width), prefix=prefix))
+        module.add_module(ADAPTERS[B], AdapterLinear(B, layers, slots, shape=(width, outputs), prefix=prefix))
+        # Replace the method by one with the same attributes, whose class also has `_WithAdapter`
+        method = object.__new__(_with_adapter(type(module.quant_method)))
+        vars(method).update(vars(module.quant_method))
+        module.quant_method = method
     if missing:
         raise ValueError(
             f"fp8_base=True: the engine's {type(model).__name__} has no linear layer for adapters of "
@@ -132,7 +139,7 @@ def _with_adapter(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
 
 
 def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Return engine's name of a policy's layer -> its slot, for all layers with slots in an engine's model."""
+    """Return the slots in an engine's model, by the engine's name of the policy's layer."""
     slots = {}
     for module in model.modules():
         if isinstance(module, AdapterLinear):

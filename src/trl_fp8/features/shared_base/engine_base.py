@@ -39,7 +39,8 @@ class BasePart(EnginePart):
 
     def __init__(self, base: SharedBase):
         self.base = base
-        self._is_untested = False  # whether `synced` has to test that a compiled engine reads its adapters
+        # Whether the next `synced` has to test that the engine computes with its adapters. `ready` decides this
+        self._is_untested = False
 
     @cached_property
     def _ranks(self) -> dict[str, int]:
@@ -57,11 +58,16 @@ class BasePart(EnginePart):
         generation.llm.share_weights()
 
     def served(self, base_url: str, facts: Mapping[str, list]) -> dict[str, list[int]]:
+        """Return name -> shape of A and B of the layers to which the server has added adapters.
+
+        `ValueError` if the policy's adapters have other ranks.
+        """
         recipe = self.base.recipe
         require_same_ranks(base_url, facts, self._ranks, recipe)
         shapes = {}
         for layer, slot in slots_from(facts).items():
-            shapes |= {f"{recipe.linears[layer]}.{which}.weight": shape for which, shape in slot.shapes.items()}
+            for which, shape in slot.shapes.items():  # A and B
+                shapes[f"{recipe.linears[layer]}.{which}.weight"] = shape
         return shapes
 
     def weights(self, generation: Generation) -> PolicyWeights:
@@ -70,9 +76,10 @@ class BasePart(EnginePart):
     def ready(self, generation: Generation) -> None:
         generation.wake_weights()
         self._share(generation)
-        # The test runs after the first sync. Until then the weights beside the base are random, and adapters might not
-        # change log-probs
-        self._is_untested = bool(upstream.engine_config(generation.llm).compilation_config.mode)
+        # Only compiled code can be without adapters (see `unread_adapters`). The test runs after the first sync. Until
+        # then the weights beside the base are random, and adapters might not change log-probs
+        is_compiled = bool(upstream.engine_config(generation.llm).compilation_config.mode)  # NONE is 0
+        self._is_untested = is_compiled
 
     def _share(self, generation: Delivered) -> None:
         """Send the base, then let the policy's layers compute with the FP8 codes that are now in the engine."""
@@ -101,7 +108,10 @@ class BasePart(EnginePart):
 
 
 class AdapterWeights(PolicyWeights):
-    """The tensors of a sync: adapters and other trained parameters, beside a frozen base.
+    """The tensors of a policy with adapters on a frozen FP8 base.
+
+    A sync sends the adapters and other trained parameters. `frozen` is sent once: the base's FP8 weights with their
+    scales (`base_part`), and the frozen parameters that stay unquantized.
 
     Args:
         slots: Engine's name of each layer with adapters -> its slot (adapter_tensors.py).
@@ -113,31 +123,35 @@ class AdapterWeights(PolicyWeights):
         recipe = self.recipe
         self.slots = {recipe.linears[name]: slot for name, slot in slots.items()}  # by the policy's names
 
-        # Two groups are sent once: the FP8 weights with their scales, and all other frozen parameters
         codes = {recipe.engine_name(name) for name in recipe.fp8_tensors}
         scales = {recipe.scale_name(name) for name in recipe.fp8_tensors}
-        self.base_part = TensorGroup(
-            self.layout.part(codes | scales), lambda: closing(base.tensors()), one_by_one=True
+        base_layout = self.layout.part(codes | scales)
+        self.base_part = TensorGroup(base_layout, lambda: closing(base.tensors()), one_by_one=True)
+
+        unquantized = {
+            recipe.engine_name(name) for name, parameter in self.parameters() if not parameter.requires_grad
+        }
+
+        def unquantized_parameters() -> Iterator[NamedTensor]:
+            for name, parameter in self.parameters():
+                if recipe.engine_name(name) in unquantized:
+                    yield name, parameter
+
+        unquantized_part = TensorGroup(
+            self.layout.part(unquantized),
+            lambda: closing(self.whole(unquantized_parameters)),
+            one_by_one=self.sharded,
         )
-        frozen = {recipe.engine_name(name) for name, parameter in self.parameters() if not parameter.requires_grad}
-
-        def frozen_parameters() -> Iterator[NamedTensor]:
-            return (each for each in self.parameters() if recipe.engine_name(each[0]) in frozen)
-
-        def frozen_tensors() -> AbstractContextManager[Iterator[SentTensor]]:
-            return closing(self.whole(frozen_parameters))
-
-        other_part = TensorGroup(self.layout.part(frozen), frozen_tensors, one_by_one=self.sharded)
-        self.frozen = self.base_part, other_part
+        self.frozen = self.base_part, unquantized_part
 
     def yields_one_by_one(self, model: nn.Module) -> bool:
-        # The parent also returns True for a PEFT model, because it merges adapters into one weight at a time. Here no
-        # adapter is merged
+        # Unlike in the parent, a PEFT model makes no difference: here no adapter is merged into a weight
         return self.sharded
 
     def tensors_to_send(self) -> AbstractContextManager[Iterator[SentTensor]]:
         def trained() -> Iterator[NamedTensor]:
             for name, parameter in self.model.named_parameters():
+                # Adapters also if they are frozen: the engine computes with the active one
                 if parameter.requires_grad or ".lora_" in name:
                     yield name, parameter
 
@@ -154,29 +168,46 @@ class AdapterWeights(PolicyWeights):
                 # The other ranks still wait in that gather, so this rank must not start another collective
                 raise
             except Exception as error:
-                # The gathers are collective, so other ranks would wait for this rank
-                for source in (lora_parameters, weights):
-                    try:
-                        for _ in source:
-                            pass
-                    except GatherFailed:
-                        raise
-                    except Exception as second:  # at the end of the source: the next one is gathered nevertheless
-                        error.add_note(f"In the gathers that followed: {second}")
+                _join_gathers(lora_parameters, error)
+                _join_gathers(weights, error)
                 raise
-            # Only the main process writes checkpoints. Reading the original weights again needs no other rank
+            # A checkpoint has the base in high precision, too. Only the main process writes checkpoints, and it needs
+            # no other rank to read the base
             if self._generation.accelerator.is_main_process:
                 yield from with_adapters(self.base.originals(), factors_by_layer)
 
         return closing(summed())
 
     def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[SentTensor]]:
-        own = self._reference(model, names, has_adapters=False)
-        sent = adapter_tensors(model, self.slots, chain(self._adapters(model), own))
-        return closing((name, tensor) for name, tensor in sent if self.recipe.engine_name(name) in names)
+        weights = self._reference(model, names, has_adapters=False)  # adapters are tensors of their own, not merged
+        tensors = adapter_tensors(model, self.slots, chain(self._adapters(model), weights))
+        # `adapter_tensors` yields A and B of all layers, but `names` may have only some of them
+        return closing((name, tensor) for name, tensor in tensors if self.recipe.engine_name(name) in names)
 
     def _adapters(self, model: nn.Module) -> Iterator[NamedTensor]:
-        return self.whole(lambda: (each for each in model.named_parameters() if ".lora_" in each[0]))
+        """Yield (PEFT's name, whole tensor) of A and B of all adapters. Collective."""
+
+        def parameters() -> Iterator[NamedTensor]:
+            for name, parameter in model.named_parameters():
+                if ".lora_" in name:
+                    yield name, parameter
+
+        return self.whole(parameters)
+
+
+def _join_gathers(source: Iterator[NamedTensor], error: Exception) -> None:
+    """Take part in the remaining gathers of `source` after `error`, because other ranks would wait for this rank.
+
+    If a gather raises another error, `source` ends, and `error` gets a note. `GatherFailed` is raised: no gather may
+    follow it.
+    """
+    try:
+        for _ in source:
+            pass
+    except GatherFailed:
+        raise
+    except Exception as second:
+        error.add_note(f"In the gathers that followed: {second}")
 
 
 def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> list[str]:

@@ -67,7 +67,7 @@ class ServedAdapters(EnginePart):
             with torch.device("meta"):
                 model = get_peft_model(AutoModelForCausalLM.from_config(config), self._lora)
             require_adaptable(model, recipe)
-        except ValueError as error:  # written for a trainer, which has fp8_base
+        except ValueError as error:  # its message speaks of fp8_base, a flag of trainers
             raise ValueError(
                 f"--lora: a server has no room for these adapters ({error}) Name other layers in target_modules, or "
                 "leave --lora out."
@@ -79,7 +79,8 @@ class ServedBase(BasePart):
     """Engine part of a trainer whose server holds the base."""
 
     def weights(self, generation: Delivered) -> AdapterWeights:
-        return AdapterWeights(generation, self.base, slots_from(generation.engine.added))
+        facts = generation.engine.added  # what the server said of the adapter layers that its workers added
+        return AdapterWeights(generation, self.base, slots_from(facts))
 
     def staged(self, generation: Delivered) -> None:
         """Stage the base for the first sync, and let the policy's layers compute with the staged codes."""

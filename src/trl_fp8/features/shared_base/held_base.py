@@ -1,10 +1,12 @@
 """The frozen FP8 base of a policy: where its weights come from, and the engine's codes that replace them.
 
-trainer constructed     `HeldBase` takes the weights out of a model object, which is then as small as a model that was
-                        loaded without them (stored_base.py)
-engine started          the weights go to the engine one by one, are quantized into its tensors, and are dropped
-base shared             the policy's layers get the engine's codes. If several ranks share an engine, each rank has
-                        only a part of the engine's codes, so the layers get whole codes of their own
+trainer constructed     `HeldBase` takes the weights out of a model object. Without them the object is as small as a
+                        model that was loaded without its base (`StoredBase`, stored_base.py)
+engine started          `SharedBase.tensors` yields the weights one by one, to be quantized into the engine's tensors
+base shared             `SharedBase.share` gives the policy's layers the engine's codes, and drops the weights. If
+                        several ranks share an engine, each rank has only a part of the engine's codes, so the layers
+                        get whole codes of their own
+adapters merged         `SharedBase.originals` yields the weights in high precision once more
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -43,7 +45,10 @@ class HeldBase:
         self._places = list(fp8_weights(model, recipe))  # (policy's name, module, module's parameter) of each weight
         require_own_weights(model, {module for _, module, _ in self._places})
         for name, module, parameter in self._places:
-            weight = _codes_of(module, parameter) if isinstance(module, HoldsCodes) else getattr(module, parameter)
+            if isinstance(module, HoldsCodes):  # the model shared its base with an earlier engine
+                weight = _codes_of(module, parameter)
+            else:
+                weight = getattr(module, parameter)
             block = recipe.format.weight_block or weight.shape[-2:]
             if isinstance(weight, Float8Tensor) and tuple(weight.block_size[-2:]) != block:
                 raise ValueError(f"{SHARED_BEFORE} in another format. {ANEW}")
@@ -52,15 +57,16 @@ class HeldBase:
             share(module)
 
     def restore(self) -> None:
-        """Put high-precision weights back into the policy. Codes never left it, and released weights are gone."""
+        """Put the weights back into the policy. Does nothing after `release`."""
         if not self._weights:
             return
         for name, module, parameter in self._places:
             weight = self._weights[name]
-            if not isinstance(weight, Float8Tensor):
-                if isinstance(module, HoldsCodes):
-                    restore(module)
-                module.register_parameter(parameter, weight)
+            if isinstance(weight, Float8Tensor):  # codes of an earlier engine, which the module still has
+                continue
+            if isinstance(module, HoldsCodes):
+                restore(module)
+            module.register_parameter(parameter, weight)
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
         """Yield (policy's name, weight) of each of `recipe.fp8_tensors`; `RuntimeError` after `release`."""
@@ -70,10 +76,11 @@ class HeldBase:
                 "The trainer was made with a model object, whose weights were dropped. Start again from the last "
                 "checkpoint, and pass the model by its name, so that its weights can be read again."
             )
-        yield from ((name, weight.detach()) for name, weight in self._weights.items())
+        for name, weight in self._weights.items():
+            yield name, weight.detach()
 
     def release(self) -> None:
-        """Drop the weights, because the engine has them in FP8."""
+        """Drop the weights. Call it once the engine has them in FP8."""
         self._weights.clear()
 
 
@@ -92,7 +99,7 @@ class SharedBase:
         self._source = source
         self._device = device
         self._engine_codes_are_whole = is_served or self.recipe.tensor_parallel_size == 1
-        self._own_codes: dict[str, Float8Tensor] = {}  # whole codes, if each engine rank has only a part of them
+        self._own_codes: dict[str, Float8Tensor] = {}  # whole codes, kept if each engine rank has only a part
         self._original: StoredBase | None = None  # the checkpoint that `original` found
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
@@ -111,8 +118,9 @@ class SharedBase:
         on_device = ((name, weight.to(self._device)) for name, weight in source.tensors())
         for group in by_scale(on_device, recipe):
             weights = list(group.values())
-            codes = weights  # an FP8 checkpoint stores codes
-            if not isinstance(weights[0], Float8Tensor):
+            if isinstance(weights[0], Float8Tensor):  # an FP8 checkpoint stores codes
+                codes = weights
+            else:
                 rounded = [weight.to(torch.bfloat16) for weight in weights]
                 codes = quantize_fused(rounded, recipe.format, recipe.scale_format)
             yield from zip(group, weights, codes, strict=True)
@@ -123,7 +131,7 @@ class SharedBase:
         Release the weights of a `HeldBase`.
         """
         for name, module, parameter in fp8_weights(self.model, self._source.recipe):
-            value = self._own_codes[name] if self._own_codes else codes(name)
+            value = self._own_codes[name] if self._own_codes else codes(name)  # see `tensors`
             if isinstance(module, nn.Linear):
                 module.codes = value
             else:  # experts have several weights
@@ -139,37 +147,37 @@ class SharedBase:
         """
         if self._original is not None:
             return self._original
-        source = self._source
-        model = transformers_model(self.model)
-        if not isinstance(source, StoredBase):
-            recipe = source.recipe
-            name, commit = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
+        if isinstance(self._source, StoredBase):
+            stored = self._source
+        else:
+            model = transformers_model(self.model)
+            recipe = self._source.recipe
+            name = model.config.name_or_path
+            commit = getattr(model.config, "_commit_hash", None)
             try:
-                _, source = load_without_base(type(model).from_pretrained, name, lambda _: recipe, revision=commit)
+                _, stored = load_without_base(type(model).from_pretrained, name, lambda _: recipe, revision=commit)
             except (ValueError, OSError, SafetensorError) as error:
                 return f"the original weights cannot be read again: {error}"
-        if any(weight.scales for weight in source.weights):
+        if any(weight.scales for weight in stored.weights):
             return "the checkpoint is FP8"
-        self._original = source
-        return source
+        self._original = stored
+        return stored
 
     def originals(self) -> Iterator[tuple[str, Weight]]:
-        """Yield (policy's name, weight in high precision): read again, or dequantized if `original` returns a reason.
+        """Yield (policy's name, weight in high precision) of each FP8 weight.
 
-        `ValueError` if a weight that was read again quantizes to other codes than the engine has.
+        The weights are read again from the checkpoint, or are dequantized codes if `original` returns a reason against
+        reading. `ValueError` if a weight that was read again quantizes to other codes than the engine has.
         """
         places = fp8_weights(self.model, self._source.recipe)
         codes_by_name = {name: _codes_of(module, parameter) for name, module, parameter in places}
         original = self.original()
         if isinstance(original, str):
-            yield from ((name, dequantize_weight(codes, torch.float32)) for name, codes in codes_by_name.items())
+            for name, codes in codes_by_name.items():
+                yield name, dequantize_weight(codes, torch.float32)
             return
         for name, weight, codes in self._quantized(original):
-            of_engine = codes_by_name[name]
-            same_codes = torch.equal(codes.qdata.view(torch.uint8), of_engine.qdata.view(torch.uint8))
-            if not same_codes or not torch.equal(
-                codes.scale.view_as(of_engine.scale).float(), of_engine.scale.float()
-            ):
+            if not _equal_codes(codes, codes_by_name[name]):
                 raise ValueError(
                     f"the weights in model={self.model.config.name_or_path!r} are not those that the adapters were "
                     f"trained on: {name} quantizes to other codes than the engine has. The model was changed after it "
@@ -181,6 +189,14 @@ class SharedBase:
 
 def _codes_of(module: HoldsCodes, parameter: str) -> Float8Tensor | None:
     return module.codes[parameter] if isinstance(module.codes, dict) else module.codes
+
+
+def _equal_codes(codes: Float8Tensor, engine_codes: Float8Tensor) -> bool:
+    """Return whether two FP8 weights have the same codes and scales. The shapes and dtypes of scales may differ."""
+    if not torch.equal(codes.qdata.view(torch.uint8), engine_codes.qdata.view(torch.uint8)):
+        return False
+    scale = codes.scale.view_as(engine_codes.scale)
+    return torch.equal(scale.float(), engine_codes.scale.float())
 
 
 def require_own_weights(model: nn.Module, skip: Collection[nn.Module] = ()) -> None:

@@ -10,10 +10,13 @@ from .adapter_tensors import Slot
 
 
 def slots_from(facts: Mapping[str, list]) -> dict[str, Slot]:
-    """Return engine's name of a layer -> its slot. `facts` is what `AdapterLinear.facts` returned in a server."""
+    """Return the slots of a server by the engine's name of a layer.
+
+    `facts` is what `AdapterLinear.facts` returned in the server.
+    """
     slots = {}
     for layer, (rank, index, fused, shape, own_rank) in facts.items():
-        slots[layer] = Slot(rank, index, fused, tuple(shape), own_rank)
+        slots[layer] = Slot(rank=rank, index=index, fused=fused, shape=tuple(shape), own_rank=own_rank)
     return slots
 
 
@@ -37,13 +40,15 @@ def lora_argument(ranks: Mapping[str, int], linears: Iterable[str]) -> str:
 
     `linears` are the names of all linear layers of the policy.
     """
-    ranks_of_kind: dict[str, set[int]] = {}  # last part of a layer's name -> ranks of its layers; 0: no adapter
+    # A layer's kind is the last part of its name. Collect the ranks of all layers of a kind; 0: no adapter
+    ranks_of_kind: dict[str, set[int]] = {}
     for layer in linears:
-        ranks_of_kind.setdefault(layer.rpartition(".")[2], set()).add(ranks.get(layer, 0))
-    targets = dict(ranks)  # name for `target_modules` -> rank
-    kinds = {layer.rpartition(".")[2] for layer in ranks}
-    if all(len(ranks_of_kind[kind]) == 1 for kind in kinds):  # the last parts determine the ranks, and are shorter
-        targets = {kind: rank for kind in kinds for rank in ranks_of_kind[kind]}
+        kind = layer.rpartition(".")[2]
+        ranks_of_kind.setdefault(kind, set()).add(ranks.get(layer, 0))
+    rank_by_kind = {layer.rpartition(".")[2]: rank for layer, rank in ranks.items()}
+    # Name kinds in place of whole layers, which is shorter, if all layers of each kind have the same rank
+    kinds_suffice = all(len(ranks_of_kind[kind]) == 1 for kind in rank_by_kind)
+    targets = rank_by_kind if kinds_suffice else ranks  # name for `target_modules` -> rank
     largest = max(targets.values())
     config = {"r": largest, "target_modules": sorted(targets)}
     smaller = {name: rank for name, rank in sorted(targets.items()) if rank != largest}

@@ -3,10 +3,10 @@
     forward     y = x @ W.T + bias, with W dequantized for the call, in the dtype in which the layer would compute
     backward    dX = dY @ W, with W dequantized once more, because no copy of a weight outlives a call
 
-Modules stay the same objects (policy/swapped.py), so names, adapters and gradient checkpointing work as before. In
-place of a weight they have a placeholder: a NaN, expanded to the weight's shape. PEFT and transformers read its shape,
-dtype and device, and a computation with it would give NaN. If PEFT merges an adapter into it, an error says what to
-call instead.
+`share` makes such a layer from a module with weights. The module stays the same object (policy/swapped.py), so names,
+adapters and gradient checkpointing work as before. In place of a weight it gets a placeholder: a NaN, expanded to the
+weight's shape. PEFT and transformers read the placeholder's shape, dtype and device. A computation with it would give
+NaN. If PEFT merges an adapter into it, an error says what to call instead.
 """
 
 from collections.abc import Iterator
@@ -36,14 +36,21 @@ class AbsentWeight(Tensor):
 
 
 def _parameter_or_absent(name: str) -> property:
-    """Return a property: the weight that `holding` sets as parameter `name` for a call, or the placeholder."""
-    return property(lambda module: module._parameters.get(name, module.absent[name]))
+    """Return a property for the weight `name` of a layer without weights.
+
+    Its value is the weight that `holding` sets as a parameter for a call, and otherwise the placeholder.
+    """
+
+    def parameter_or_absent(module: nn.Module) -> Tensor:
+        return module._parameters.get(name, module.absent[name])
+
+    return property(parameter_or_absent)
 
 
 class SharedLinear(HoldsCodes):
     """Mixin for an `nn.Linear` without a weight."""
 
-    codes: Float8Tensor | None  # of the weight `[N, K]`; None before the engine has them
+    codes: Float8Tensor | None  # codes of the weight `[N, K]`; None before the engine has the base
     absent: dict[str, Tensor]  # name of a parameter -> its placeholder
     weight = _parameter_or_absent("weight")
 
@@ -57,14 +64,16 @@ class SharedLinear(HoldsCodes):
 class SharedExperts(HoldsCodes):
     """Mixin for the module of all experts of a layer, without its two weights `[E, N, K]`."""
 
-    codes: dict[str, Float8Tensor] | None
-    absent: dict[str, Tensor]
-    gate_up_proj, down_proj = map(_parameter_or_absent, TRANSFORMERS.fused)
+    codes: dict[str, Float8Tensor] | None  # by name of a parameter; None before the engine has the base
+    absent: dict[str, Tensor]  # name of a parameter -> its placeholder
+    gate_up_proj = _parameter_or_absent("gate_up_proj")  # the two names in `TRANSFORMERS.fused`
+    down_proj = _parameter_or_absent("down_proj")
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        inputs = hidden_states.to(_compute_dtype(hidden_states)), top_k_index, top_k_weights
+        dtype = _compute_dtype(hidden_states)
+        inputs = hidden_states.to(dtype), top_k_index, top_k_weights
         # The backward calls `dequantized` once more, so autograd keeps no dequantized weight
-        return own_gradient(self.dequantized, self.dequantized, *inputs, dtype=inputs[0].dtype)
+        return own_gradient(self.dequantized, self.dequantized, *inputs, dtype=dtype)
 
     def dequantized(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Call the module's own forward with weights that are dequantized for this call."""
@@ -84,14 +93,16 @@ def fp8_weights(model: nn.Module, recipe: FP8Recipe) -> Iterator[tuple[str, nn.M
 
 def share(module: nn.Module) -> None:
     """Replace the weights of a linear layer, or of all experts of a layer, by placeholders. Idempotent."""
-    if not isinstance(module, HoldsCodes):
-        absent = {}
-        for name in _weight_names(module):
-            weight = module._parameters.pop(name)
-            device = "cpu" if weight.is_meta else weight.device  # on the meta device there is no NaN
-            nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)
-            absent[name] = nan.expand(weight.shape).as_subclass(AbsentWeight)  # `expand` takes no memory
-        swap(module, SharedLinear if isinstance(module, nn.Linear) else SharedExperts, codes=None, absent=absent)
+    if isinstance(module, HoldsCodes):
+        return
+    absent = {}
+    for name in _weight_names(module):
+        weight = module._parameters.pop(name)
+        device = "cpu" if weight.is_meta else weight.device  # on the meta device there is no NaN
+        nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)
+        absent[name] = nan.expand(weight.shape).as_subclass(AbsentWeight)  # `expand` takes no memory
+    mixin = SharedLinear if isinstance(module, nn.Linear) else SharedExperts
+    swap(module, mixin, codes=None, absent=absent)
 
 
 def _weight_names(module: nn.Module) -> tuple[str, ...]:
@@ -110,7 +121,7 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """Computes `x @ W.T` for x `[..., K]`, and dX in the backward. Each of them dequantizes W anew."""
+    """Computes `x @ W.T` for x `[..., K]`, and dX in the backward. Both forward and backward dequantize W anew."""
 
     @staticmethod
     def forward(ctx, x: Tensor, codes: Float8Tensor) -> Tensor:

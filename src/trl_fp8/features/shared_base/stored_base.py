@@ -1,12 +1,13 @@
 """Loading of a policy without the weights that will be FP8, and reading of these weights from its checkpoint.
 
-    transformers builds an empty model     -> its FP8 linears and experts lose their weights (shared_modules.py)
-    transformers loads the checkpoint      -> it never reads tensors for which the model has no parameter
-    `StoredBase.tensors`                   -> reads exactly these tensors, one weight at a time
+    transformers builds an empty model     `_Loader` takes the weights out of its FP8 linears and experts
+    transformers loads the checkpoint      it never reads tensors for which the model has no parameter
+    the base is sent to an engine          `StoredBase.tensors` reads exactly these tensors, one weight at a time
 
-So the whole base is never in memory in high precision. If a checkpoint has FP8 codes in 128x128 blocks, they are used
-unchanged. transformers lets a quantizer change the empty model, so `_Loader` takes the place of any quantizer that
-transformers would choose.
+So the whole base is never in memory in high precision. If a checkpoint has FP8 codes in 128x128 blocks, the codes are
+used unchanged. `_Loader` is a quantizer of transformers, because transformers lets a quantizer change the empty model.
+It takes the place of any quantizer that transformers would choose. `_base_in` finds the tensors of the base in the
+checkpoint's files (`StoredWeight`), and refuses checkpoints that do not have them.
 """
 
 import re
@@ -49,7 +50,8 @@ _REMEDY = "Start from the high-precision checkpoint, or from an FP8 checkpoint i
 class StoredBase:
     """The weights of a checkpoint that will be FP8. The policy was loaded without them."""
 
-    # `fp8_tensors` names the weights. If a checkpoint has FP8 codes, these alone are FP8, in the codes' scale format
+    # `recipe.fp8_tensors` names the weights. If the checkpoint has FP8 codes, these are exactly the weights with
+    # codes, and the recipe has the scale format of the codes
     recipe: FP8Recipe
     weights: tuple["StoredWeight", ...] = field(repr=False)
 
@@ -60,7 +62,8 @@ class StoredBase:
         one tensor of a file is memory-mapped; a layer's experts are copied into one tensor. To keep one weight in
         memory at a time, drop each value before taking the next.
         """
-        return ((weight.name, weight.value(opened)) for weight, opened in _file_by_file(self.weights))
+        for weight, opened in _file_by_file(self.weights):
+            yield weight.name, weight.value(opened)
 
 
 def load_without_base(
@@ -73,14 +76,15 @@ def load_without_base(
             `from_pretrained`.
         model_id: Folder or id of a checkpoint in safetensors, in high precision or in 128x128 FP8 blocks.
         recipe_for: Returns the recipe of a model, which is on the meta device.
-        kwargs: Further arguments of `create`. `dtype`, by default BF16, is that of all weights that are loaded.
+        kwargs: Further arguments of `create`. All weights that are loaded get the dtype `dtype`, by default BF16.
 
     Raises:
         ValueError: The base cannot be read from this checkpoint. Nothing was loaded.
     """
     loader = _Loader(recipe_for)
+    options = {"dtype": torch.bfloat16} | kwargs
     with substituted(modeling_utils, "get_hf_quantizer", loader.choose):
-        model = create(model_id, **({"dtype": torch.bfloat16} | kwargs))
+        model = create(model_id, **options)
     return model, loader.base
 
 
@@ -108,7 +112,8 @@ class _Loader(HfQuantizer):
             )
         for each in (config, config.get_text_config(decoder=True)):
             # The loaded model is in high precision, so its config must not have the entry
-            method = (vars(each).pop("quantization_config", None) or {}).get("quant_method", "fp8")
+            stored = vars(each).pop("quantization_config", None) or {}
+            method = stored.get("quant_method", "fp8")  # a checkpoint in high precision passes, too
             if method != "fp8":
                 raise ValueError(
                     f"fp8_base=True with a checkpoint whose quant_method is {method!r}: its weights are neither "
@@ -124,8 +129,8 @@ class _Loader(HfQuantizer):
         for _, module, parameter in fp8_weights(model, recipe):
             share(module)
             placeholder = getattr(module, parameter)
-            placeholder._is_hf_initialized = True  # else transformers would initialize it
-        # Else transformers would report the tensors of the base as unexpected
+            placeholder._is_hf_initialized = True  # otherwise transformers would initialize the placeholder
+        # Without this pattern transformers would report the tensors of the base as unexpected
         absent = "|".join(map(re.escape, sorted(recipe.fp8_tensors)))
         self._unreported = rf"^({absent})({recipe.format.scale_suffix})?$"
         model._keys_to_ignore_on_load_unexpected.add(self._unreported)
@@ -153,19 +158,22 @@ class StoredWeight:
 
     name: str  # in the policy
     shape: tuple[int, ...]  # `[N, K]`; of all experts `[E, N, K]`
-    # Names of the checkpoint's tensors: one, or several for experts: of each expert in turn, gate before up along N
+    # Names of the checkpoint's tensors. A linear layer has one tensor. Experts may have several: the tensors of expert
+    # 0, then those of expert 1, and so on; of each expert gate before up
     parts: tuple[str, ...]
     scales: tuple[str, ...]  # names of the parts' scales; empty if the weight is in high precision
-    checkpoint: Mapping[str, StoredTensor] = field(repr=False)
+    checkpoint: Mapping[str, StoredTensor] = field(repr=False)  # header of each tensor of the checkpoint
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(sorted({self.checkpoint[name].file for name in (*self.parts, *self.scales)}))
+        names = (*self.parts, *self.scales)
+        return tuple(sorted({self.checkpoint[name].file for name in names}))
 
     def value(self, opened: OpenFiles) -> Tensor | Float8Tensor:
         """Read the weight, in high precision or as codes. `opened` has all of `files`."""
         if not self.scales:
-            return self._whole(self.parts, self.shape, _HIGH_PRECISION[self.checkpoint[self.parts[0]].dtype], opened)
+            stored_dtype = self.checkpoint[self.parts[0]].dtype  # the same for all parts, see `unusable_form`
+            return self._whole(self.parts, self.shape, _HIGH_PRECISION[stored_dtype], opened)
         block = [1] * (len(self.shape) - 2) + list(BLOCKS.weight_block)
         codes = self._whole(self.parts, self.shape, E4M3, opened)
         return Float8Tensor(codes, self.scale(opened), block_size=block, dtype=torch.bfloat16)
@@ -176,12 +184,16 @@ class StoredWeight:
 
     def _whole(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, opened: OpenFiles) -> Tensor:
         """Read the tensors `names`, concatenate them, and return the result in `shape` and `dtype`."""
-        tensors = (opened[self.checkpoint[name].file].get_tensor(name) for name in names)
+
+        def read(name: str) -> Tensor:
+            return opened[self.checkpoint[name].file].get_tensor(name)
+
         if len(names) == 1:
-            return next(tensors).to(dtype).view(shape)
+            return read(names[0]).to(dtype).view(shape)
         whole = torch.empty(shape, dtype=dtype, device="cpu")  # "meta" is the default device while transformers loads
-        for part, tensor in zip(whole.view(len(names), -1, shape[-1]), tensors, strict=True):
-            part.copy_(tensor)
+        parts = whole.view(len(names), -1, shape[-1])
+        for part, name in zip(parts, names, strict=True):
+            part.copy_(read(name))
         return whole
 
     def unusable_form(self) -> str | None:
@@ -189,10 +201,9 @@ class StoredWeight:
 
         Parts need one known dtype and an equal share of the rows. Their scales need the shape of 128x128 blocks.
         """
-        rows = prod(self.shape[:-1]) // len(self.parts)
+        rows = prod(self.shape[:-1]) // len(self.parts)  # of each part
         columns = self.shape[-1]
-        first = self.checkpoint[self.parts[0]]
-        dtype = first.dtype
+        dtype = self.checkpoint[self.parts[0]].dtype  # which all parts must have
         scale_shape = BLOCKS.scale_shape((rows, columns))
         for part in self.parts:
             entry = self.checkpoint[part]
@@ -223,15 +234,11 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
             "from_pretrained and save_pretrained, or set fp8_base=False."
         )
     checkpoint = dict(_headers(files))
-    # A checkpoint of a vision-language model may have another name of its decoder
-    decoder = recipe.decoder
-    if decoder == WRAPPED and f"{decoder}.embed_tokens.weight" not in checkpoint:
-        for other in WRAPPED_OTHERWISE:
-            if f"{other}.embed_tokens.weight" in checkpoint:
-                decoder = other
-                break
+    decoder = _stored_decoder(checkpoint, recipe)
     parts = {name: _names(name, shape, recipe, decoder) for name, shape in shapes.items()}
-    missing = [part for name in sorted(recipe.fp8_tensors) for part in parts[name] if part not in checkpoint]
+    missing = []
+    for name in sorted(recipe.fp8_tensors):
+        missing += [part for part in parts[name] if part not in checkpoint]
     if missing:
         raise ValueError(
             f"{where}: the checkpoint lacks {len(missing)} weights under their usual names, such as "
@@ -240,7 +247,7 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
         )
     codes = {name for name, stored in checkpoint.items() if stored.dtype == _CODES}
     coded = {name for name, names in parts.items() if not codes.isdisjoint(names)}  # parameters stored as codes
-    if coded:
+    if coded:  # then the recipe makes FP8 what the checkpoint has in FP8
         in_high_precision = {name.rpartition(".")[0] for name in recipe.fp8_tensors - coded}
         recipe = recipe.keeping(in_high_precision, "in high precision in the checkpoint")
         _check_codes(coded, recipe, where)
@@ -257,10 +264,27 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
             f"{where}: {len(unusable)} of its tensors have a dtype or shape that cannot be used: "
             f"{listed(unusable, 3)}. {_REMEDY}."
         )
-    scales = (weight.scale(opened) for weight, opened in _file_by_file(weights)) if coded else ()
-    if any((scale.frexp().mantissa != 0.5).any() for scale in scales):  # a power of two has the mantissa 0.5
+    if coded and not _have_pow2_scales(weights):
         recipe = replace(recipe, scale_format="fp32")
     return StoredBase(recipe, tuple(weights))
+
+
+def _stored_decoder(checkpoint: Mapping[str, StoredTensor], recipe: FP8Recipe) -> str:
+    """Return the checkpoint's name of the decoder. Vision-language models may have another name there."""
+    if recipe.decoder == WRAPPED:
+        for name in (WRAPPED, *WRAPPED_OTHERWISE):
+            if f"{name}.embed_tokens.weight" in checkpoint:
+                return name
+    return recipe.decoder
+
+
+def _have_pow2_scales(weights: Iterable[StoredWeight]) -> bool:
+    """Return whether the stored scales of all `weights` are powers of two. Reads the scales."""
+    for weight, opened in _file_by_file(weights):
+        mantissas = weight.scale(opened).frexp().mantissa
+        if (mantissas != 0.5).any():  # a power of two has the mantissa 0.5
+            return False
+    return True
 
 
 def _check_codes(coded: set[str], recipe: FP8Recipe, where: str) -> None:
@@ -272,7 +296,10 @@ def _check_codes(coded: set[str], recipe: FP8Recipe, where: str) -> None:
         )
     refused = sorted(coded - recipe.fp8_tensors)
     if refused:
-        reasons = (f"{name} ({recipe.kept_modules.get(name.rpartition('.')[0], 'no projection')})" for name in refused)
+        reasons = []
+        for name in refused:
+            module = name.rpartition(".")[0]
+            reasons.append(f"{name} ({recipe.kept_modules.get(module, 'no projection')})")
         raise ValueError(
             f"{where}: {len(refused)} weights are FP8 in the checkpoint, but not in this run: {listed(reasons, 3)}. "
             "Set fp8_base=False, which dequantizes them; or name none of them in fp8_ignored_modules."
@@ -298,12 +325,19 @@ def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, decoder: str, s
     stored = recipe.stored_name(name + suffix)
     if stored.startswith(f"{recipe.decoder}."):
         stored = decoder + stored.removeprefix(recipe.decoder)
-    parts = published_names(stored, BLOCKS.scale_suffix, recipe.model_type)
-    return tuple(part.format(expert) for expert in range(shape[0]) for part in parts) or (stored,)
+    published = published_names(stored, BLOCKS.scale_suffix, recipe.model_type)
+    if not published:  # a linear layer, or experts that the checkpoint has in one tensor
+        return (stored,)
+    names: list[str] = []
+    for expert in range(shape[0]):
+        names += [name.format(expert) for name in published]
+    return tuple(names)
 
 
 def _file_by_file(weights: Iterable[StoredWeight]) -> Iterator[tuple[StoredWeight, OpenFiles]]:
-    """Yield each weight and its open files. Weights in the same files follow each other, and share the open files."""
+    """Yield each weight with its open files. Weights in the same files are yielded in succession, so that each file is
+    opened once for them.
+    """
     files_of = attrgetter("files")
     for files, together in groupby(sorted(weights, key=files_of), files_of):
         with ExitStack() as stack:

@@ -20,16 +20,19 @@ class SamplingFlags(FlagGroup):
     @property
     def truncated_by(self) -> dict[str, Any]:
         """Return the settings that leave out tokens, from the config's fields or from `generation_kwargs`."""
-        settings = {name: getattr(self, name) for name in NEUTRAL} | (self.generation_kwargs or {})
+        fields = {name: getattr(self, name) for name in NEUTRAL}
+        settings = fields | (self.generation_kwargs or {})
         return {name: settings[name] for name, neutral in NEUTRAL.items() if settings[name] not in neutral}
 
     @property
     def followed_sampling(self) -> frozenset[str]:
+        """Return the sampling settings that the trainer applies, too. The check of the correction allows them."""
         return frozenset(NEUTRAL)
 
     @property
     def survivors_returned(self) -> bool:
         """Return whether the trainer normalizes over the tokens that top-k, top-p and min-p left in the engine."""
+        # Ask only the other groups: `wants_engine` of this group returns this property
         other_groups = [group for group in self.groups() if group is not SamplingFlags]
         engine_wanted = any(group.wants_engine(self) for group in other_groups)
         needed = self.any_fp8 or self.replaces_correction or engine_wanted

@@ -2,6 +2,8 @@
 
 vLLM's second model runner (CUDA) returns survivors with each completion (`return_sampling_mask`). On CPU vLLM has only
 the first runner. There `SamplerCapture` reads the log-probs from which vLLM's sampler draws.
+
+Shape letters: T tokens and E survivors of one sequence, R requests in a forward, V vocabulary.
 """
 
 from itertools import chain
@@ -34,22 +36,29 @@ class SurvivorLog(RolloutLog):
     def started(self, generation: Generation) -> None:
         returned = generation.platform.name == "cuda"
         self.source = returned_survivors if returned else SamplerCapture(generation.llm)
-        if (generation.generation_kwargs.get("top_k", generation.top_k) or 0) <= 0:
-            # vLLM returns survivors only if top_k bounds their number. The vocabulary's size as bound drops no token
+        top_k = generation.generation_kwargs.get("top_k", generation.top_k) or 0
+        if top_k <= 0:
+            # vLLM returns survivors only if top_k bounds their number. The vocabulary's size as top_k drops no token
             vocabulary = upstream.engine_config(generation.llm).model_config.get_vocab_size()
             generation.sample_with(top_k=vocabulary)
 
     def merged(self, notes: list[Survivors], length: int) -> Survivors:
         """Return the survivors of a conversation, joined from the `notes` of its turns.
 
-        A note of another rollout with the same first tokens may be among `notes`. It overlaps a longer note of this
-        conversation, and is left out.
+        `notes` may include a note of another rollout with the same first tokens. Such a note overlaps a longer note of
+        this conversation, and is left out.
         """
-        turns = [(int(np.flatnonzero(note.counts_T)[0]), note) for note in notes if note.counts_T.any()]
+        turns = []  # (index of the first sampled token, note)
+        for note in notes:
+            sampled = np.flatnonzero(note.counts_T)
+            if len(sampled):
+                turns.append((int(sampled[0]), note))
+        # Sort by start. Of notes with the same start, the longest comes first
+        turns.sort(key=lambda turn: (turn[0], -len(turn[1].counts_T)))
         counts_T = np.zeros(length, np.int32)
         ids = [np.zeros(0, np.int32)]
-        end = 0
-        for start, note in sorted(turns, key=lambda turn: (turn[0], -len(turn[1].counts_T))):
+        end = 0  # of the tokens whose survivors are known
+        for start, note in turns:
             if start >= end:
                 counts = note.counts_T[start:length]
                 end = start + len(counts)
@@ -75,7 +84,7 @@ class SamplerCapture:
         upstream.sampler(llm).register_forward_hook(self._capture)
 
     def __call__(self, outputs: list[RequestOutput]) -> list[Survivors]:
-        """Return the survivors of each output, of requests that just finished. At temperature 0 they are empty."""
+        """Return the survivors of each request that just finished. At temperature 0 there are none."""
         chunks = self._chunks
         self._chunks = {}
         found = []
@@ -87,16 +96,22 @@ class SamplerCapture:
         return found
 
     def _capture(self, sampler: nn.Module, args: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        survives = output[1] > -torch.inf
-        ids = survives.nonzero()[:, 1].int().split(survives.sum(-1).tolist())
-        # vLLM draws a token at the end of each chunk of a prompt, too, and throws it away. After a preemption it
-        # computes prompt and sampled tokens again in chunks, so each position keeps its first survivors
-        for row_ids, (request, position, start, end) in zip(ids, upstream.scheduled_tokens(self._llm), strict=True):
-            self._chunks.setdefault(request, {}).setdefault(position + end - start, row_ids.numpy())
+        """Note the survivors of each request in the running forward, a row of the sampler's log-probs for each."""
+        _, log_probs_RV = output
+        survives_RV = log_probs_RV > -torch.inf
+        counts = survives_RV.sum(-1).tolist()
+        ids = survives_RV.nonzero()[:, 1].int().split(counts)  # token ids of each request's survivors
+        # vLLM also draws a token at the end of each chunk of a prompt, and throws this token away. After a preemption
+        # vLLM computes prompt and sampled tokens again in chunks, so each position keeps its first survivors
+        for row_ids, (request, computed, start, end) in zip(ids, upstream.scheduled_tokens(self._llm), strict=True):
+            position = computed + end - start  # of the token that is drawn
+            self._chunks.setdefault(request, {}).setdefault(position, row_ids.numpy())
 
 
 def _survivors(output: RequestOutput, completion_ids: list) -> Survivors:
     """Return the survivors of a request. `completion_ids` has, for each sampled token, the ids of its survivors."""
-    counts_T = np.zeros(len(output.prompt_token_ids) + len(completion_ids), np.int32)
-    counts_T[len(output.prompt_token_ids) :] = [len(ids) for ids in completion_ids]
-    return Survivors(counts_T, np.fromiter(chain.from_iterable(completion_ids), np.int32, counts_T.sum()))
+    prompt_length = len(output.prompt_token_ids)
+    counts_T = np.zeros(prompt_length + len(completion_ids), np.int32)
+    counts_T[prompt_length:] = [len(ids) for ids in completion_ids]
+    ids_E = np.fromiter(chain.from_iterable(completion_ids), np.int32, counts_T.sum())
+    return Survivors(counts_T, ids_E)

@@ -2,8 +2,12 @@
 
 vLLM removes the tokens that top-k, top-p and min-p drop, and normalizes over the rest. This head normalizes over the
 tokens that survived in the engine. If the trainer applied top-k, top-p and min-p to its slightly different logits, it
-would drop other tokens at the border, perhaps the sampled one. Dropped tokens get no gradient, so the backward needs
+would drop other tokens at the border, perhaps the sampled token. Dropped tokens get no gradient, so the backward needs
 only the survivors' log-probs.
+
+truncation.py builds `Rows`, the survivors of all tokens of a pass. TRL calls the head of `truncated_head` with chunks
+of these tokens, and `TruncatedHead` takes each chunk's survivors from `Rows`. `_tiles` splits the sampled tokens of a
+chunk further, so that only the logits of one tile are in memory.
 
 Shape letters: N tokens that TRL's head gets, R of them sampled, E survivors of these R tokens together, T tokens of a
 tile, K hidden size, V vocabulary.
@@ -38,7 +42,7 @@ class Rows:
         if tokens > len(self.counts_N):
             raise RuntimeError(
                 f"TRL's output head scores {tokens} tokens, but only {len(self.counts_N)} are left whose survivors "
-                "are known (on CPU TRL 1.16 scores all tokens of a batch, other_logits only those of completions)."
+                "are known (on CPU TRL 1.16 scores all tokens of a batch, elsewhere only those of completions)."
             )
         counts_N = self.counts_N[:tokens]
         self.counts_N = self.counts_N[tokens:]
@@ -51,8 +55,8 @@ class Rows:
 def truncated_head(survivors: Rows, other_logits: Logits | None = None) -> SimpleNamespace:
     """Return a substitute for TRL 1.16's `ChunkedLogProbFunction` that normalizes over `survivors`.
 
-    `other_logits` returns the function that computes logits (`Feature.logits`). None: logits are products of hidden
-    states with the head's own weight.
+    `other_logits` returns the function that computes logits (`Feature.logits`). If it is None, logits are products of
+    hidden states with the head's own weight.
     """
     return SimpleNamespace(apply=partial(TruncatedHead.apply, survivors, other_logits))
 
@@ -86,6 +90,7 @@ class TruncatedHead(torch.autograd.Function):
         log_ps = []  # log-prob of each survivor
         slopes = []  # derivative of each survivor's capped logit with respect to the logit before the cap
         for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS_AT_A_TIME):
+            # The logits of survivors are at `[rows, ids]`
             tokens = sampled_R[start : start + len(counts)]
             logits_TV = logits(hidden[tokens]).float()
             # Dropped tokens get a logit of -inf, as in vLLM's sampler, so softmax normalizes over the others
@@ -95,7 +100,7 @@ class TruncatedHead(torch.autograd.Function):
             log_probs[tokens] = log_p.gather(-1, targets[tokens, None])[:, 0]
             entropy[tokens] = torch.special.entr(log_p.exp()).sum(-1)
             log_ps.append(log_p[rows, ids])
-            if cap is not None:  # d (cap tanh(x / cap)) / dx = 1 - tanh(x / cap)^2; these logits are capped already
+            if cap is not None:  # d (cap tanh(x / cap)) / dx = 1 - tanh(x / cap)^2, and logits = cap tanh(x / cap)
                 slopes.append(1 - (logits_TV[rows, ids] / cap).square())
         log_p_E = torch.cat(log_ps) if log_ps else log_probs[:0]
         slope_E = torch.cat(slopes) if slopes else None
@@ -108,25 +113,30 @@ class TruncatedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy = ctx.saved_tensors
-        token_E = sampled_R.repeat_interleave(counts_R)
+        token_E = sampled_R.repeat_interleave(counts_R)  # the token that each survivor belongs to
         hidden_RK = hidden[sampled_R]
         p_E = log_p_E.exp()
         grad_E = torch.zeros_like(log_p_E)
-        # Derivatives with respect to a survivor's logit: d log p_target = [it is the target] - p, dH = - p (log p + H)
+        # Derivatives with respect to a survivor's logit, with H for the entropy:
+        #     d log p_target = is_target - p        dH = - p (log p + H)
         if grad_log_probs is not None:
-            grad_E += grad_log_probs[token_E] * ((ids_E == targets[token_E]).float() - p_E)
+            is_target_E = (ids_E == targets[token_E]).float()
+            grad_E += grad_log_probs[token_E] * (is_target_E - p_E)
         if grad_entropy is not None:
             grad_E -= grad_entropy[token_E] * p_E * (log_p_E + entropy[token_E])
         grad_E *= ctx.slope if slope_E is None else ctx.slope * slope_E
-        needed = ctx.needs_input_grad[2:5]
+        grad_hidden = grad_weight = grad_bias = None
+        _, _, needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         with maybe_gather_lm_head_ctx(weight, bias):
             # In FP32, because gradients are sums over many tiles
-            grad_hidden, grad_weight, grad_bias = (
-                torch.zeros(tensor.shape, device=tensor.device) if is_needed else None
-                for tensor, is_needed in zip((hidden_RK, weight, bias), needed, strict=True)
-            )
-            # A tile holds the gradients of the loss with respect to logits, `[tokens, part of V]`: zero except at
-            # survivors
+            if needs_hidden:
+                grad_hidden = torch.zeros(hidden_RK.shape, device=hidden_RK.device)
+            if needs_weight:
+                grad_weight = torch.zeros(weight.shape, device=weight.device)
+            if needs_bias:
+                grad_bias = torch.zeros(bias.shape, device=bias.device)
+            # A tile holds the gradients of the loss with respect to logits, `[tokens, part of V]`. The gradients are
+            # zero except at survivors
             numbers = torch.arange(len(ids_E), device=ids_E.device)  # indices of survivors in E
             for first, rows, counts, in_tile in _tiles(counts_R, numbers, TOKEN_CHUNK_SIZE):
                 tokens = slice(first, first + len(counts))
@@ -160,7 +170,8 @@ def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | 
     """Return a function from hidden `[T, K]` to logits `[T, V]`, as in TRL's head, with a GEMM in `weight`'s dtype."""
 
     def logits(hidden: Tensor) -> Tensor:
-        projected = F.linear(hidden.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).float()
+        own_bias = None if bias is None else bias.to(weight.dtype)
+        projected = F.linear(hidden.to(weight.dtype), weight, own_bias).float()
         projected *= scale
         return projected if cap is None else cap * torch.tanh(projected / cap)
 
@@ -168,11 +179,17 @@ def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | 
 
 
 def _tiles(counts_R: Tensor, values_E: Tensor, tokens: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Split R tokens into tiles of `tokens`. Yield for each tile: the index of its first token, the row of each of its
-    survivors, the number of survivors of each token, and the survivors' values.
+    """Split R tokens, and the values of their survivors, into tiles of `tokens` tokens.
+
+    Yield for each tile: the index of the tile's first token; for each survivor, the row of its token in the tile; for
+    each token, the number of its survivors; and the survivors' values.
     """
-    counts = counts_R.split(tokens) if len(counts_R) else ()
-    sizes = torch.stack([each.sum() for each in counts]).tolist() if counts else []
-    for number, (each, values) in enumerate(zip(counts, values_E.split(sizes), strict=True)):
-        rows = torch.arange(len(each), device=each.device).repeat_interleave(each)
-        yield number * tokens, rows, each, values
+    if not len(counts_R):
+        return
+    tiles = counts_R.split(tokens)
+    sizes = torch.stack([counts.sum() for counts in tiles]).tolist()  # number of survivors of each tile
+    start = 0
+    for counts, values in zip(tiles, values_E.split(sizes), strict=True):
+        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        yield start, rows, counts, values
+        start += len(counts)

@@ -2,7 +2,8 @@
 
     generation     the engine returns the survivors of each sampled token                  `after_generation`
     scoring        old log-probs, reference and loss normalize over the survivors          `scoring`, `reference`
-    batch          gets survivors, a row for each sequence, because TRL shuffles sequences `extend_batch`
+    batch          the batch gets survivors, a row for each sequence, because TRL shuffles
+                   sequences                                                               `extend_batch`
 
 A batch keeps its survivors in all updates on it. So the ratio of policy and old policy compares two distributions over
 the same tokens, and so does the KL divergence from a reference.
@@ -42,21 +43,25 @@ class BatchSurvivors(NamedTuple):
 
     def contain(self, tokens_BT: Tensor) -> Tensor:
         """Return whether each token is among its survivors, `[B, T]`. Does not synchronize with the device."""
-        # Sequence by sequence: indices take ten times the memory of the ids
+        # Sequence by sequence, because the indices below take ten times the memory of the ids
         columns_M = torch.arange(self.ids_BM.shape[1], device=self.ids_BM.device)
         found = []
         for counts_T, ids_M, tokens_T in zip(self.counts_BT, self.ids_BM, tokens_BT, strict=True):
             end_T = counts_T.cumsum(0)  # where the survivors of each token end in `ids_M`
-            # The token that each survivor belongs to. Padding gets the last token: it lies behind all ends, where no
-            # count below includes it
+            # The token that each survivor belongs to. Padding of `ids_M` gets the last token. It lies behind all ends,
+            # so no count below includes it
             token_M = torch.searchsorted(end_T, columns_M, right=True).clamp_(max=len(tokens_T) - 1)
-            # A token is among its survivors if the number of matches grows from the end before it to its own
-            matches_T = F.pad((ids_M == tokens_T[token_M]).cumsum(0), (1, 0))[end_T]
-            found.append(matches_T.diff(prepend=torch.zeros_like(matches_T[:1])) > 0)
+            # Count the survivors that equal their token, up to each survivor and then up to each token's end. A token
+            # is among its survivors if the count grows from the previous token's end to the token's own end
+            matches_M = (ids_M == tokens_T[token_M]).cumsum(0)
+            matches_T = F.pad(matches_M, (1, 0))[end_T]
+            grows_T = matches_T.diff(prepend=torch.zeros_like(matches_T[:1])) > 0
+            found.append(grows_T)
         return torch.stack(found)
 
     def rows(self, mask_BS: Tensor, columns: int) -> Rows:
         """Return the rows of the tokens that TRL's head gets. In the mask the last `columns` are completions."""
+        # Completions may be padded to more columns than in `counts_BT`
         counts_BT = F.pad(self.counts_BT, (0, columns - self.counts_BT.shape[1])).long()
         real_BT = mask_BS[:, -columns:] != 0  # False also at completions that mask_truncated_completions hides
         # Drop the padding of `ids_BM`, then the ids at tokens that are not real
@@ -66,8 +71,9 @@ class BatchSurvivors(NamedTuple):
         counts_BT *= real_BT
         if trl_utils._use_triton(mask_BS.device):  # TRL then scores only real tokens of completions
             return Rows(counts_BT[real_BT], ids_E)
-        # Otherwise TRL scores all tokens but the first of each sequence
-        return Rows(F.pad(counts_BT, (mask_BS.shape[1] - 1 - columns, 0)).flatten(), ids_E)
+        # Otherwise TRL scores all tokens except the first of each sequence. Tokens of prompts have no survivors
+        prompt_columns = mask_BS.shape[1] - 1 - columns
+        return Rows(F.pad(counts_BT, (prompt_columns, 0)).flatten(), ids_E)
 
 
 class Truncation(Feature):
@@ -84,8 +90,10 @@ class Truncation(Feature):
         return self.log
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        found = of_batch(self.log.notes_on(rollouts.sequences), [len(prompt) for prompt in rollouts.prompt_ids])
-        self._current = BatchSurvivors(*(tensor.to(self.trainer.accelerator.device) for tensor in found))
+        survivors = self.log.notes_on(rollouts.sequences)
+        found = of_batch(survivors, [len(prompt) for prompt in rollouts.prompt_ids])
+        device = self.trainer.accelerator.device
+        self._current = BatchSurvivors(found.counts_BT.to(device), found.ids_BM.to(device))
 
     def scoring(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
         return self._truncated(mask, logits_to_keep, reference=False)
@@ -99,7 +107,8 @@ class Truncation(Feature):
         counts_BT = F.pad(self._current.counts_BT, (0, columns - self._current.counts_BT.shape[1]))
         scored = batch.mask_BT != 0
         scored &= ~tensors[ROLLOUT_LOGPS].isnan()
-        is_survivor = BatchSurvivors(counts_BT, self._current.ids_BM).contain(tensors[COMPLETION_IDS])
+        survivors_of_batch = BatchSurvivors(counts_BT, self._current.ids_BM)
+        is_survivor = survivors_of_batch.contain(tensors[COMPLETION_IDS])
         lost = int((scored & ~is_survivor).sum())
         if lost:
             raise RuntimeError(
@@ -110,7 +119,7 @@ class Truncation(Feature):
         tensors[SURVIVOR_COUNTS] = counts_BT
         tensors[SURVIVOR_IDS] = self._current.ids_BM
         totals = torch.stack([counts_BT.sum(), (counts_BT > 0).sum()])
-        survivors, tokens = self.trainer.accelerator.reduce(totals, "sum").tolist()
+        survivors, tokens = self.trainer.accelerator.reduce(totals, "sum").tolist()  # over all ranks
         batch.metrics["sampling/survivors_mean"] = mean_of(survivors, tokens)
         self._current = None
 
@@ -126,7 +135,7 @@ class Truncation(Feature):
             yield
             return
         rows = self._current.rows(mask_BS, columns)
-        # A feature may compute the logits in place of the model's own output head
+        # A feature may compute the logits in place of the model's own output head. Take the first one that does
         logits = None
         for feature in self.trainer.features:
             logits = logits or feature.logits(reference)
@@ -141,7 +150,11 @@ class Truncation(Feature):
 
 def of_batch(survivors: list[Survivors], prompts: list[int]) -> BatchSurvivors:
     """Return the survivors of completions, padded. `prompts` has each sequence's number of prompt tokens."""
-    pairs = list(zip(survivors, prompts, strict=True))
-    counts = [torch.from_numpy(each.counts_T[prompt:]) for each, prompt in pairs]
-    ids = [torch.from_numpy(each.ids_E[each.counts_T[:prompt].sum() :]) for each, prompt in pairs]
-    return BatchSurvivors(*(pad_sequence(each, batch_first=True) for each in (counts, ids)))
+    counts = []
+    ids = []
+    for sequence, prompt in zip(survivors, prompts, strict=True):
+        counts.append(torch.from_numpy(sequence.counts_T[prompt:]))
+        # A prompt that continues a conversation has survivors of its own. They come first in `ids_E`
+        of_prompt = sequence.counts_T[:prompt].sum()
+        ids.append(torch.from_numpy(sequence.ids_E[of_prompt:]))
+    return BatchSurvivors(pad_sequence(counts, batch_first=True), pad_sequence(ids, batch_first=True))

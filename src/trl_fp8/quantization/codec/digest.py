@@ -3,15 +3,16 @@
 A tensor is read as 32-bit words in a matrix [R, C]. Word (r, c) is multiplied by the odd key 2 (r + c P) + 1, where P
 is `COLUMN_STEP`, and all products are summed modulo 2**64. Each key is odd, and an odd number has an inverse modulo
 2**64, so changing any one word always changes the sum. Keys differ between positions, so exchanging words, rows or
-whole tensors changes it, too, except by a coincidence of 2**-32 or rarer. A checksum protects against mistakes, not
-against an adversary.
+whole tensors changes the sum, too; the probability that it does not is at most about 2**-32. A checksum protects
+against mistakes, not against an adversary.
 
-Checksums are cheap for two reasons. A key is a number for the row plus a number for the column, so most of the work
-is two plain sums of the words, by row and by column:
+Checksums are cheap for two reasons. First, a key is the row's number 2r + 1 plus the column's number 2cP. So most of
+the work is to add words without multiplying them, along each row and along each column (w_rc is a word):
 
     sum_rc w_rc (2r + 1 + 2cP)  =  sum_r (2r + 1) (sum_c w_rc)  +  sum_c 2cP (sum_r w_rc)
 
-And they are linear: those of a tensor's parts, each with its `first_row`, add up to that of the whole tensor.
+Second, a tensor can be summed in parts. The checksums of its rows 0 to 99 and of its rows 100 to the end add up to its
+checksum, if the keys of the second part begin with row 100 (`first_row`).
 
 On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py). On CPU tensors of one shape are
 summed together. Hosts without a GPU may have no Triton, so the kernels are imported where they are called.
@@ -25,7 +26,7 @@ import torch
 from trl_fp8.quantization.formats import COLUMN_STEP
 
 
-# Words summed at once. A cast makes a copy, and integer sums on CPU make one, too: parts of this size keep them small
+# Words summed at once. A cast copies its input, and so does an integer sum on CPU: such parts keep the copies small
 _WORDS_AT_ONCE = 2**18
 
 
@@ -38,8 +39,9 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: in
     """
     dtype = dtype or tensor.dtype
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part, row in _parts(tensor.detach(), dtype):
-        total += _sums(_words(part.to(dtype)[None]), first_row + row)[0]
+    for part, row_of_part in _parts(tensor.detach(), dtype):
+        stack_of_one = part.to(dtype)[None]
+        total += digests(stack_of_one, first_row + row_of_part)[0]
     return total
 
 
@@ -52,102 +54,124 @@ class Table:
     """Tensors on one device that stay where they are while their checksums are computed again and again."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._rest = [tensor.detach() for tensor in tensors]  # tensors that are not in `_table`: `sums` copies them
+        tensors = [tensor.detach() for tensor in tensors]
         self._table = None  # pointers to the GPU tensors that a kernel can read as words
-        if tensors and tensors[0].is_cuda:
-            from trl_fp8.quantization.kernels.checksum_kernels import table_of
+        self._rest = tensors  # all other tensors: `sums` copies them
+        if not tensors or not tensors[0].is_cuda:
+            return
+        from trl_fp8.quantization.kernels.checksum_kernels import table_of
 
-            in_table = [index for index, tensor in enumerate(tensors) if _holds_words(tensor)]
-            outside = [index for index, tensor in enumerate(tensors) if not _holds_words(tensor)]
-            if in_table:
-                self._table = table_of([self._rest[index] for index in in_table])
-            self._rest = [self._rest[index] for index in outside]
-            # `sums` computes in the order `in_table + outside`; these indices restore the order of `tensors`
-            self._places = torch.tensor(in_table + outside).argsort().to(tensors[0].device)
+        in_table = [index for index, tensor in enumerate(tensors) if _holds_words(tensor)]
+        outside = [index for index, tensor in enumerate(tensors) if not _holds_words(tensor)]
+        if in_table:
+            self._table = table_of([tensors[index] for index in in_table])
+        self._rest = [tensors[index] for index in outside]
+        # `sums` computes in the order `in_table + outside`; these indices restore the order of `tensors`
+        self._places = torch.tensor(in_table + outside).argsort().to(tensors[0].device)
 
     def sums(self) -> torch.Tensor:
         """Return the `digest` of each tensor's current bytes, int64 `[n]` on the device."""
-        rest = torch.zeros(len(self._rest), dtype=torch.int64, device=self._rest[0].device if self._rest else None)
-        _fill(rest, self._rest, lambda batch, row: _sums(_words(batch), row))
+        device = self._rest[0].device if self._rest else None
+        sums_of_rest = torch.zeros(len(self._rest), dtype=torch.int64, device=device)
+        _fill(sums_of_rest, self._rest, digests)
         if self._table is None:
-            return rest
+            return sums_of_rest
         from trl_fp8.quantization.kernels.checksum_kernels import sum_table
 
-        sums = sum_table(self._table)
-        return torch.cat([sums, rest])[self._places] if self._rest else sums
+        sums_of_table = sum_table(self._table)
+        if not self._rest:
+            return sums_of_table
+        return torch.cat([sums_of_table, sums_of_rest])[self._places]
 
 
 def _holds_words(tensor: torch.Tensor) -> bool:
     """Return whether each row consists of whole words of 4 bytes and begins at the address of a word."""
-    size = tensor.element_size()
-    return size % 4 == 0 or (tensor.shape[-1:].numel() * size % 4 == 0 and tensor.data_ptr() % 4 == 0)
+    if tensor.element_size() % 4 == 0:
+        return True
+    return _row_bytes(tensor) % 4 == 0 and tensor.data_ptr() % 4 == 0
+
+
+def _row_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a row. A 0-d tensor is a row of one element."""
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    return columns * tensor.element_size()
 
 
 def digests_of_sent(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast each tensor to its dtype. Return the digests `[n]`, int64, of the results, and whether each is finite."""
+    # The kernel casts to BF16, FP16 and FP32, not to FP8 or integers
     if tensors and tensors[0].is_cuda and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         from trl_fp8.quantization.kernels.checksum_kernels import sum_sent
 
         sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)
         return sums, bad == 0
     results = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device if tensors else None)
-    for dtype in dict.fromkeys(dtypes):
-        members = [index for index, wanted in enumerate(dtypes) if wanted == dtype]
-        rows = torch.zeros(len(members), 2, dtype=torch.int64, device=results.device)
-        _fill(rows, [tensors[index].detach() for index in members], partial(_sum_sent, dtype), dtype)
-        results[members] = rows
+    indices_by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, dtype in enumerate(dtypes):
+        indices_by_dtype.setdefault(dtype, []).append(index)
+    for dtype, indices in indices_by_dtype.items():
+        rows = torch.zeros(len(indices), 2, dtype=torch.int64, device=results.device)
+        _fill(rows, [tensors[index].detach() for index in indices], partial(_sum_sent, dtype), cast_to=dtype)
+        results[indices] = rows
     return results[:, 0], results[:, 1] == 0
 
 
-def _sum_sent(dtype: torch.dtype, batch: torch.Tensor, row: int) -> torch.Tensor:
+def _sum_sent(dtype: torch.dtype, batch: torch.Tensor, first_row: int) -> torch.Tensor:
     """Cast G stacked tensors to `dtype`. Return int64 `[G, 2]`: checksum, and a number that is 0 if all is finite."""
     batch = batch.to(dtype).contiguous()
     flat = batch.view(len(batch), batch.shape[1:].numel())
     bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
-    if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch cannot order it
+    if dtype.itemsize == 1 and batch.is_floating_point():  # torch has no amax for e4m3, and e4m3 has no infinity
         bad = flat.isnan().sum(1)
     elif batch.is_floating_point() and flat.shape[1]:
         # NaN and infinity make an extreme (amax or amin) not finite. A norm takes 15 times as long on CPU
         bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
-    return torch.stack([_sums(_words(batch), row), bad], 1)
+    return torch.stack([digests(batch, first_row), bad], 1)
 
 
 def _fill(
     rows: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     compute: Callable[[torch.Tensor, int], torch.Tensor],
-    dtype: torch.dtype | None = None,
+    cast_to: torch.dtype | None = None,
 ) -> None:
-    """Add `compute` of tensor i to row i of `rows`, which the caller has set to zero.
+    """Write what `compute` returns for tensor i to row i of `rows`, which the caller has set to zero.
 
-    `compute` gets a stack of tensors of one shape and 0, or a part of a large tensor and the number of its first row.
-    Results of parts add up. If `compute` casts, it casts to `dtype`: parts must be whole words after the cast.
+    Args:
+        compute: Takes G stacked tensors and the number of their first row, and returns G rows. It is called with
+            stacks of small tensors of one shape, and with the parts of a large tensor, whose results are added.
+        cast_to: The dtype to which `compute` casts, so parts consist of whole words after the cast. None: no cast.
     """
-    words = [max(tensor.nbytes // 4, 1) for tensor in tensors]
-    for batch in same_kinds([(t.dtype, *t.shape) for t in tensors], [_WORDS_AT_ONCE // count for count in words]):
-        first = tensors[batch[0]]
-        if words[batch[0]] > _WORDS_AT_ONCE:
-            for part, row in _parts(first, dtype or first.dtype):
-                rows[batch[0]] += compute(part[None], row)[0]
+    kinds = [(tensor.dtype, *tensor.shape) for tensor in tensors]
+    word_counts = [max(tensor.nbytes // 4, 1) for tensor in tensors]
+    for batch in same_kinds(kinds, [_WORDS_AT_ONCE // count for count in word_counts]):
+        first = batch[0]
+        if word_counts[first] > _WORDS_AT_ONCE:  # a large tensor is a batch of its own
+            large = tensors[first]
+            for part, row_of_part in _parts(large, cast_to or large.dtype):
+                rows[first] += compute(part[None], row_of_part)[0]
         else:
-            rows[batch] = compute(torch.stack([tensors[number] for number in batch]), 0)
+            rows[batch] = compute(torch.stack([tensors[index] for index in batch]), 0)
 
 
 def same_kinds(kinds: Sequence[Hashable], limits: Sequence[int]) -> Iterator[list[int]]:
-    """Yield batches of indices whose `kinds` are equal. A batch has at most max(1, limit) indices.
+    """Yield batches of indices whose `kinds` are equal.
 
     Callers stack small tensors of one shape, because on CPU a call of an operation takes longer than its work on a
     small tensor.
+
+    Args:
+        limits: The most indices in a batch, for each index the limit of its kind. 0 means 1.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(index)
     for group in groups.values():
-        count = max(1, limits[group[0]])
-        for start in range(0, len(group), count):
-            yield group[start : start + count]
+        limit = max(1, limits[group[0]])
+        for start in range(0, len(group), limit):
+            yield group[start : start + limit]
 
 
 def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
@@ -178,10 +202,11 @@ def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Ten
     if tensor.dim() < 2 or not tensor.numel() or tensor.shape[-1] * dtype.itemsize % 4:
         yield tensor, 0
         return
-    rows = tensor[0].numel() // tensor.shape[-1]
-    count = max(1, _WORDS_AT_ONCE // (tensor[0].numel() * dtype.itemsize // 4))
-    for number, part in enumerate(tensor.split(count)):
-        yield part, number * count * rows
+    slice_rows = tensor[0].numel() // tensor.shape[-1]  # rows in one slice `tensor[i]`
+    slice_words = tensor[0].numel() * dtype.itemsize // 4
+    slices = max(1, _WORDS_AT_ONCE // slice_words)  # slices in a part
+    for number, part in enumerate(tensor.split(slices)):
+        yield part, number * slices * slice_rows
 
 
 def _words(tensors: torch.Tensor) -> torch.Tensor:
@@ -189,9 +214,10 @@ def _words(tensors: torch.Tensor) -> torch.Tensor:
     words; otherwise all bytes are one row.
     """
     flat = tensors.contiguous().view(len(tensors), tensors.shape[1:].numel()).view(torch.uint8)
-    row_bytes = tensors.shape[1:][-1:].numel() * tensors.element_size()  # a 0-d tensor is a row of one element
     if flat.shape[1] % 4:
         flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 4))
     words = flat.view(torch.int32)
-    whole = row_bytes and row_bytes % 4 == 0
-    return words.view(len(tensors), -1, row_bytes // 4) if whole else words.view(len(tensors), 1, -1)
+    row_bytes = _row_bytes(tensors[0])
+    if row_bytes > 0 and row_bytes % 4 == 0:
+        return words.view(len(tensors), -1, row_bytes // 4)
+    return words.view(len(tensors), 1, -1)

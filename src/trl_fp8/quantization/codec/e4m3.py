@@ -38,11 +38,14 @@ def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: boo
     Without `nan` the code of NaN becomes +-480, which saves a pass over the codes. On CPU the function is six times as
     fast as torch's cast, which is not vectorized.
     """
-    # A code has the bits seeeemmm. Shifted by 7, with a zero between the sign and the rest, they are s0eeeemmm0000000,
-    # an FP16 number of the same mantissa. The bias of FP16's exponent is 15 and that of e4m3's is 7, so the FP16
-    # number is 2^-8 times the e4m3 number, also where both are subnormal. Multiplying by 256 is exact
+    # A code has the bits seeeemmm. `to(int16)` repeats the sign bit s to the left, so after a shift by 7 the bits are
+    # sseeeemmm0000000. With its second bit cleared, s0eeeemmm0000000 is an FP16 number of the same mantissa. The bias
+    # of the exponent is 15 in FP16 and 7 in e4m3, so the FP16 number is 2^-8 times the e4m3 number, also where both
+    # are subnormal. Multiplying by 256 is exact
     halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    if nan:  # the code of NaN has all 7 bits set; adding 1 to it carries into the zero bit, and makes it FP16's NaN
+    if nan:
+        # In NaN's code all seven bits eeeemmm are set. Adding 1 to them carries into the cleared bit. Setting that bit
+        # in the number itself makes it FP16's NaN
         halves |= (halves + 0x80).bitwise_and_(0x4000)
     return halves.view(torch.float16).float().mul_(256 * scale)
 
@@ -50,10 +53,11 @@ def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: boo
 def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
     """Round `values` (fp32, positive) up to powers of two. NaN and inf stay as they are."""
     # `frexp` reads the exponent's bits. `exp2(ceil(log2(x)))` would depend on how log2 rounds next to a power of two
-    mantissa, exponent = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
-    # The next power of two is 2**exponent. A value with mantissa 0.5 is a power of two itself
-    power = torch.ldexp(torch.ones_like(values), exponent - (mantissa == 0.5).to(exponent.dtype))
-    return torch.where(torch.isfinite(values), power, values)
+    mantissa, _ = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
+    # The next power of two is 2**exponent, and this division is exact. torch's `ldexp` would multiply by
+    # `pow(2, exponent)`, and on a GPU `pow` may be off in the last place. A value with mantissa 0.5 is a power of two
+    is_rounded = torch.isfinite(values) & (mantissa > 0.5)
+    return torch.where(is_rounded, values / mantissa, values)
 
 
 def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax_floor: float = 1e-12) -> torch.Tensor:
@@ -69,13 +73,13 @@ def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax
 
 def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """Return the e4m3 codes that an FP8 KV cache with this `scale` stores for q, k or v, saturated at 448 * scale."""
-    # The engine computes k and v in BF16. So FP32 states are rounded twice here, to BF16 and to e4m3, as in the engine
+    # The engine computes k and v in BF16, and rounds them to e4m3. So FP32 states are rounded to BF16 first here, too
     return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
 
 
 class PassGradient(torch.autograd.Function):
-    """Result of a rounding, `function(values)`. Its gradient passes to `values` unchanged (straight-through), because
-    the true gradient is zero almost everywhere.
+    """Computes `function(values)`, a rounding, and passes the gradient of the result to `values` unchanged
+    (straight-through). The true gradient of a rounding is zero almost everywhere.
     """
 
     @staticmethod
@@ -97,4 +101,9 @@ def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch
         from trl_fp8.quantization.kernels.cache_kernels import round_trip  # hosts without a GPU may have no Triton
 
         return PassGradient.apply(states, lambda states: round_trip(states, scale))
-    return PassGradient.apply(states, lambda states: e4m3_values(cache_codes(states, scale), scale).to(states.dtype))
+
+    def by_torch(states: torch.Tensor) -> torch.Tensor:
+        codes = cache_codes(states, scale)
+        return e4m3_values(codes, scale).to(states.dtype)
+
+    return PassGradient.apply(states, by_torch)

@@ -1,9 +1,11 @@
 """Magnitudes of q, k and v, and the scales of an FP8 KV cache, one per tensor, made from the largest magnitudes.
 
-A halved scale saturates K and destroys the attention (measured on a tiny Qwen3: the mean log-prob difference rises
-from 0.06 to 5.0). A scale that is 8 times too large costs next to nothing, because e4m3's relative error is the same
-anywhere in its normal range. So a scale is made from amax times a margin, and rounded up to a power of two. Powers of
-two are exact in BF16, too, in which vLLM reads a checkpoint's scales.
+    scale = margin * amax / 448, rounded up to a power of two
+
+A scale that is too small is harmful: half of the right scale saturates k and destroys the attention (measured on a
+tiny Qwen3: the mean log-prob difference rises from 0.06 to 5.0). A scale that is 8 times too large costs next to
+nothing, because e4m3's relative error is the same anywhere in its normal range. So the formula has a margin and rounds
+up. vLLM reads a checkpoint's scales in BF16, in which powers of two are exact.
 
 Shape letters: L layers, B sequences, H heads, G KV heads, T tokens, D head size.
 """
@@ -22,9 +24,10 @@ from .e4m3 import ceil_pow2
 QKV = ("q", "k", "v")
 KV_SCALES = "KV cache scales"  # name of the scales as a `CarriedValue` (sync/records.py)
 
-# Root mean square (rms) of e4m3's relative rounding error. A number m 2^e, 1 <= m < 2, is rounded in steps of 2^e / 8.
-# An error that is uniform within a step has the rms step / sqrt(12), which is 1 / (8 m sqrt(12)) of the number. The
-# mean of 1 / m^2 over a log-uniform m is 3 / (8 log 2)
+# Root mean square (rms) of e4m3's relative rounding error
+# 1. A number m 2^e, 1 <= m < 2, is rounded in steps of 2^e / 8
+# 2. An error that is uniform within a step has the rms step / sqrt(12), which is 1 / (8 m sqrt(12)) of the number
+# 3. The mean of 1 / m^2 over a log-uniform m is 3 / (8 log 2)
 E4M3_RELATIVE_ERROR = (1 / 8) / 12**0.5 * (3 / 8 / log(2)) ** 0.5
 # Largest rms error of attention logits that is not reported. An error of 0.15 changes softmax weights by 15 %.
 # Ordinary layers have 0.02 - 0.05. In a tiny Qwen2 a K bias of 100 on two of 128 channels raises the error to 0.3, and
@@ -36,7 +39,8 @@ LOGIT_ERROR_LIMIT = 0.15
 class KVScales:
     """Scales of q, k and v for each layer. With the scale s a value x becomes `e4m3(x / s) * s`."""
 
-    values: torch.Tensor  # fp32 `[L, 3]` on CPU, columns as in QKV; powers of two, or 0 in layers without k and v
+    # fp32 `[L, 3]` on CPU, columns as in QKV; powers of two, or 0 in layers that cache no k and v
+    values: torch.Tensor
 
     def __len__(self) -> int:
         return self.values.shape[0]
@@ -71,14 +75,15 @@ def add_magnitudes(
     if states.is_cuda:
         from trl_fp8.quantization.kernels.cache_kernels import add_magnitudes as by_kernel  # needs Triton
 
-        by_kernel(states, real_BT, amax, elements, limit, beyond)
+        by_kernel(states, real_BT, amax, elements, limit=limit, beyond=beyond)
         return
     padded_BT = ~real_BT
     values = states.abs()  # vector_norm needs no temporary, but takes ten times as long on CPU
     # Mask padding in the results `[B, T]`, because masking it in the states would copy them once more
-    largest = values.amax((1, 3)).masked_fill_(padded_BT, 0).amax().float()
-    torch.maximum(amax, largest, out=amax)
-    elements.add_(real_BT.sum() * (values.shape[1] * values.shape[3]))
+    largest_BT = values.amax((1, 3)).masked_fill_(padded_BT, 0)
+    torch.maximum(amax, largest_BT.amax().float(), out=amax)
+    _, heads, _, head_size = values.shape
+    elements.add_(real_BT.sum() * (heads * head_size))
     if limit is not None:
         beyond_BT = values.gt_(limit).sum((1, 3), dtype=torch.float32)  # `gt_` writes ones and zeros
         beyond.add_(beyond_BT.masked_fill_(padded_BT, 0).sum())
@@ -98,10 +103,13 @@ def kv_scales_from_amax(
         ValueError: The amax of some layer is NaN, infinite or zero. There is no default scale that would be safe.
     """
     amax = amax_L3.detach().float().cpu()
-    cached = torch.ones(len(amax), dtype=torch.bool)
-    if layers is not None:
-        cached = torch.zeros_like(cached).index_fill(0, torch.tensor(list(layers), dtype=torch.long), True)
-    bad = ~(torch.isfinite(amax) & (amax > 0)) & cached[:, None]
+    if layers is None:
+        cached = torch.ones(len(amax), 1, dtype=torch.bool)
+    else:
+        cached = torch.zeros(len(amax), 1, dtype=torch.bool)
+        cached[torch.tensor(list(layers), dtype=torch.long)] = True
+    usable = torch.isfinite(amax) & (amax > 0)
+    bad = ~usable & cached
     if bad.any():
         offenders = [f"layer {layer} {QKV[column]} (amax {amax[layer, column]:g})" for layer, column in bad.nonzero()]
         more = f", and {len(offenders) - 6} more" if len(offenders) > 6 else ""
@@ -110,7 +118,9 @@ def kv_scales_from_amax(
             "that the policy's forward diverged (check loss and grad_norm of the last steps); zero means that the "
             "layer was never run on a real token. kv_cache_dtype='auto' trains without an FP8 KV cache."
         )
-    return KVScales(ceil_pow2(amax * margin / E4M3_MAX).where(cached[:, None], 0))
+    smallest = torch.finfo(torch.float32).tiny  # a subnormal amax over 448 may be 0, by which codes would be divided
+    scales = ceil_pow2((amax * margin / E4M3_MAX).clamp_min(smallest))
+    return KVScales(scales.where(cached, 0))
 
 
 def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -118,13 +128,16 @@ def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling:
 
     `q_squares_HD` and `k_squares_GD` are mean squares per head and channel, over tokens; H is a multiple of G.
     """
-    # Each element of k is off by E4M3_RELATIVE_ERROR of itself, independently of others, and is multiplied by an
-    # element of q. A simpler measure, the largest |k| over the rms of k, would not do: one dominant channel already
-    # raises it to sqrt(D), even if q is small there
-    k_squares_HD = k_squares_GD.repeat_interleave(q_squares_HD.shape[0] // k_squares_GD.shape[0], 0)
-    return scaling * E4M3_RELATIVE_ERROR * (q_squares_HD * k_squares_HD).sum(-1).sqrt().amax()
+    # A logit is scaling * sum over D of q k. Each element of k is off by E4M3_RELATIVE_ERROR of itself, independently
+    # of other elements, so the squares of the errors add up
+    # A simpler measure, the largest |k| over the rms of k, would mislead: one dominant channel of k raises it to
+    # sqrt(D), even if q is small in this channel
+    heads_of_a_k = q_squares_HD.shape[0] // k_squares_GD.shape[0]
+    k_squares_HD = k_squares_GD.repeat_interleave(heads_of_a_k, 0)
+    error_H = scaling * E4M3_RELATIVE_ERROR * (q_squares_HD * k_squares_HD).sum(-1).sqrt()
+    return error_H.amax()
 
 
 def outlier_layers(logit_error_L: torch.Tensor) -> dict[int, float]:
-    """Return layer -> `logit_error` of layers above the limit. Their k has outliers, which e4m3 rounds badly."""
+    """Return layer -> `logit_error` of the layers above `LOGIT_ERROR_LIMIT`, whose k has outliers."""
     return {layer: error for layer, error in enumerate(logit_error_L.tolist()) if error > LOGIT_ERROR_LIMIT}

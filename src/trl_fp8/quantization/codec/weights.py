@@ -22,11 +22,17 @@ def quantize_fused(weights: Sequence[torch.Tensor], spec: FormatSpec, scale_form
     """
     amax = common_amax(weights, spec)
     options = {"amax": amax, "amax_floor": spec.weight_amax_floor, "check_finite": False}
-    return [quantize_weight(w, scale_format, block=spec.weight_block or tuple(w.shape), **options) for w in weights]
+    quantized = []
+    for weight in weights:
+        block = spec.weight_block or tuple(weight.shape)
+        quantized.append(quantize_weight(weight, scale_format, block=block, **options))
+    return quantized
 
 
 def common_amax(weights: Sequence[torch.Tensor], spec: FormatSpec) -> torch.Tensor | None:
-    """Return the amax (a tensor on the device) if all of `weights` share one scale; None if blocks have their own."""
+    """Return the largest magnitude in `weights`, 0-d, if the weights share one scale; None if each block has its own
+    scale.
+    """
     if not spec.fused_share_scale:
         return None
     # Weights are rounded to BF16 before they are quantized. Rounding keeps the order of numbers, so the largest
@@ -43,15 +49,17 @@ def quantize_as_engine(x: torch.Tensor, spec: FormatSpec, scaling: ActivationSca
 
 
 def as_blocks(scale: torch.Tensor) -> torch.Tensor:
-    """Return a view `[..., n, k]` of an engine's scales: bytes as e8m0 numbers, a 0-d scale as `[1, 1]`."""
+    """Return a view `[..., n, k]` of an engine's scales: bytes as e8m0 numbers, the scale of a whole weight as
+    `[1, 1]`.
+    """
     if scale.dtype == torch.uint8:
         scale = scale.view(E8M0)
     return scale if scale.dim() > 1 else scale.view(1, 1)
 
 
 def joined_halves(tensor: torch.Tensor) -> torch.Tensor:
-    """Return gate and up of experts, which layouts address as `[E, 2, N / 2, K]`, as `[E, N, K]`. Other tensors are
-    returned unchanged.
+    """Return gate and up of experts as `[E, N, K]`. Layouts address them as halves, `[E, 2, N / 2, K]`. Other tensors
+    are returned unchanged.
 
     The result is a view, unless a tensor parallel rank holds a part of each half.
     """
@@ -60,7 +68,8 @@ def joined_halves(tensor: torch.Tensor) -> torch.Tensor:
 
 def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> Float8Tensor:
     """Return an engine's `codes` and `scale` as one FP8 weight; both may be in halves (see `joined_halves`)."""
-    codes, scale = joined_halves(codes), as_blocks(joined_halves(scale))
+    codes = joined_halves(codes)
+    scale = as_blocks(joined_halves(scale))
     block = [1] * (codes.dim() - 2) + list(spec.weight_block or codes.shape[-2:])
     return Float8Tensor(codes, scale, block_size=block, dtype=torch.bfloat16)
 
@@ -68,7 +77,9 @@ def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> F
 def stored_scale(codes: Float8Tensor, spec: FormatSpec) -> torch.Tensor:
     """Return the scales of a quantized weight in the shape and dtype in which checkpoints have them."""
     scale = codes.scale if spec.weight_block else codes.scale.view(1)
-    return scale.to(E8M0).view(torch.uint8) if spec.scale_dtype == "uint8" else scale
+    if spec.scale_dtype == "uint8":
+        return scale.to(E8M0).view(torch.uint8)
+    return scale
 
 
 def extremes(scales: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,10 +88,14 @@ def extremes(scales: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     NaN counts as the largest. Does not synchronize with the device.
     """
     if scales[0].dtype == torch.uint8:  # the bytes (exponents) have the order of the numbers, and NaN is the largest
-        extremes_n2 = torch.stack([torch.stack(torch.aminmax(scale)) for scale in scales]).view(E8M0).float()
+        bytes_n2 = torch.stack([torch.stack(torch.aminmax(scale)) for scale in scales])
+        extremes_n2 = bytes_n2.view(E8M0).float()
         return extremes_n2[:, 0], extremes_n2[:, 1]
     largest = torch.stack(torch._foreach_max(scales))
-    return -torch.stack(torch._foreach_max(torch._foreach_neg(scales))), largest  # torch has no _foreach_min
+    # torch has no _foreach_min: the smallest scale is minus the largest of the negated scales
+    negated = torch._foreach_neg(scales)
+    smallest = -torch.stack(torch._foreach_max(negated))
+    return smallest, largest
 
 
 def scale_dtype(spec: FormatSpec) -> torch.dtype:
@@ -93,5 +108,5 @@ def dead_scale(spec: FormatSpec, scale_format: ScaleFormat) -> float:
 
     A dead block causes no NaN, but it adds as good as nothing to an output until its weights grow.
     """
-    floor = torch.tensor(spec.weight_amax_floor, device="cpu")  # on CPU, so that `item` does not wait
+    floor = torch.tensor(spec.weight_amax_floor, device="cpu")  # on CPU, so that `item` does not wait for a device
     return scale_from_amax(floor, scale_format).item()

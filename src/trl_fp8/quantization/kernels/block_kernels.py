@@ -20,8 +20,8 @@ from trl_fp8.quantization.formats import BLOCK, E4M3_MAX, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
-# Rows of a program that quantizes groups of a row, or dequantizes. 32, because a transposed operand is contiguous down
-# the rows: 32 BF16 numbers are 64 bytes in one piece
+# Rows of a program of `_dequantize`, and of `_quantize` if blocks are not square. In a transposed operand the elements
+# of a column are contiguous, and 32 of them in BF16 are 64 bytes in one piece
 ROWS = 32
 WARPS = 8, 16  # candidates for the warps of a program if blocks are square; more warps need fewer registers per thread
 COLUMN_STEP = tl.constexpr(formats.COLUMN_STEP)
@@ -42,9 +42,8 @@ def quantize_blocks(
     """Quantize in blocks of 128x128 (`square`) or of 128 elements of a row. Does not wait for the device.
 
     Args:
-        values: `[..., N, K]` with `square`; `[..., K]` otherwise. It is read in one launch, with any strides of the
-            last two dims. If its leading dims cannot be merged into one stride, a copy is made first, which reads it
-            once more.
+        values: `[..., N, K]` with `square`; `[..., K]` otherwise. The last two dims may have any strides. If the
+            leading dims cannot be merged into one stride, `values` is copied first.
         round_to_bf16: Quantize `values.bfloat16()`, which is rounded in registers.
         into: Codes and scales to write to, in the shapes of the result, with any strides of the last two dims. Their
             leading dims must merge into one stride. None: new tensors.
@@ -63,28 +62,47 @@ def quantize_blocks(
     matrices = values.reshape(_matrices(values.shape, square))
     count, rows, columns = matrices.shape
     assert sums is None or (square and columns % 4 == 0)
-    height = BLOCK if square else ROWS
-    warps = (warps or block_warps(values.device, values.dtype)) if square else 4
-    blocks = triton.cdiv(columns, BLOCK)
-    scale_shape = (*values.shape[:-2], triton.cdiv(rows, BLOCK), blocks) if square else (*values.shape[:-1], blocks)
+    block_columns = triton.cdiv(columns, BLOCK)
+    if square:
+        height = BLOCK
+        warps = warps or block_warps(values.device, values.dtype)
+        scale_shape = (*values.shape[:-2], triton.cdiv(rows, BLOCK), block_columns)
+    else:
+        height = ROWS
+        warps = 4
+        scale_shape = (*values.shape[:-1], block_columns)
     if into is not None:
         codes, scale = into
     else:
         codes = torch.empty(values.shape, dtype=E4M3, device=values.device)
         scale = torch.empty(scale_shape, dtype=torch.float32, device=values.device)
-        if not square:  # the same shape, but column-major, as cuBLASLt wants per-row scales
-            scale = scale.view(blocks, rows).t().view(scale_shape)
+        if not square:  # lay the scales out column-major, as cuBLASLt wants them; the shape stays the same
+            scale = scale.view(block_columns, rows).t().view(scale_shape)
     code_matrices = _destination("codes", codes, values.shape, E4M3, square)
     scale_matrices = _destination("scales", scale, scale_shape, torch.float32, square)
     if values.numel():
         with torch.cuda.device_of(values):
-            tensors = matrices, code_matrices, scale_matrices
-            strides = [stride for tensor in tensors for stride in tensor.stride()]
-            constants = {"SQUARE": square, "POW2": scale_format == "pow2", "HEIGHT": height, "WIDTH": BLOCK}
-            constants |= {"LIMIT": E4M3_MAX, "BF16": round_to_bf16 and values.dtype != torch.bfloat16}
-            sizes = rows, columns, *strides, *first_rows
-            grid = triton.cdiv(rows, height), blocks, count
-            _quantize[grid](*tensors, sums, *sizes, amax_floor, **constants, num_warps=warps)
+            grid = triton.cdiv(rows, height), block_columns, count
+            _quantize[grid](
+                matrices,
+                code_matrices,
+                scale_matrices,
+                sums,
+                rows,
+                columns,
+                *matrices.stride(),
+                *code_matrices.stride(),
+                *scale_matrices.stride(),
+                *first_rows,
+                amax_floor,
+                SQUARE=square,
+                POW2=scale_format == "pow2",
+                BF16=round_to_bf16 and values.dtype != torch.bfloat16,
+                HEIGHT=height,
+                WIDTH=BLOCK,
+                LIMIT=E4M3_MAX,
+                num_warps=warps,
+            )
     return codes, scale
 
 
@@ -103,9 +121,11 @@ def block_warps(device: torch.device, dtype: torch.dtype) -> int:
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
     """Return code * scale in the shape of `codes`, computed in fp32 and rounded once to `dtype`.
 
-    `codes` and `scale` are what `quantize_blocks` returns. Strides as for its `values`.
+    `codes` and `scale` are what `quantize_blocks` returns. Their last two dims may have any strides. A tensor whose
+    leading dims cannot be merged into one stride is copied first.
     """
-    matrices, scales = (each.reshape(_matrices(each.shape, square)) for each in (codes, scale))
+    matrices = codes.reshape(_matrices(codes.shape, square))
+    scales = scale.reshape(_matrices(scale.shape, square))
     count, rows, columns = matrices.shape
     values = torch.empty(matrices.shape, dtype=dtype, device=codes.device)
     if codes.numel():
@@ -184,8 +204,8 @@ def _quantize(
     if BF16:
         block = block.to(tl.bfloat16).to(tl.float32)
 
-    # 1. amax, the maximum of magnitudes as integers. Without the sign bit FP32 numbers have the order of their bits,
-    # and NaN is above all others; a maximum of floats would skip NaN
+    # 1. amax, the largest magnitude, found as the largest integer. Without the sign bit, the bits of FP32 numbers have
+    # the order of their magnitudes, and NaN is above all others; a maximum of floats would skip NaN
     magnitude = block.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.max(tl.max(magnitude, axis=1), axis=0) if SQUARE else tl.max(magnitude, axis=1)
     floor = tl.full((), amax_floor, tl.float32).to(tl.int32, bitcast=True)
@@ -209,25 +229,30 @@ def _quantize(
     code = scaled.to(codes.dtype.element_ty)
     place = matrix * code_matrix_stride + row[:, None] * code_row_stride + column[None, :] * code_column_stride
     tl.store(codes + place, code, mask=inside)
-    scale_place = scales + matrix * scale_matrix_stride + tl.program_id(1) * scale_column_stride
+    # Pointer to the scales of this column of blocks
+    column_scales = scales + matrix * scale_matrix_stride + tl.program_id(1) * scale_column_stride
     if SQUARE:
-        tl.store(scale_place + tl.program_id(0) * scale_row_stride, scale)
+        tl.store(column_scales + tl.program_id(0) * scale_row_stride, scale)
     else:
-        tl.store(scale_place + row * scale_row_stride, scale, mask=row < rows)
+        tl.store(column_scales + row * scale_row_stride, scale, mask=row < rows)
 
     # 4. Checksums of codes and scales while they are in registers, because reading them again would cost as much as
     # writing them. Programs may add in any order ("relaxed")
     if sums is not None:
-        # The checksum is linear in the words, so add bytes at their places in a word instead of building words. Word j
-        # of a row has the key `key + 2 j COLUMN_STEP`. So a row needs two plain sums, of w and of j w, and multiplies
-        # each of them by one 64-bit number
+        # A row adds the sum over j of word_j * key_j, where word_j is its j-th word in this block, and
+        # key_j = first_key + 2 j COLUMN_STEP (codec/digest.py). This is equal to
+        #     first_key * (sum of word_j) + 2 COLUMN_STEP * (sum of j * word_j)
+        # so only two products per row are of 64 bits. A word is the sum of its 4 bytes, each shifted to its place in
+        # the word, so both sums run over shifted bytes, and no word is built
         byte = tl.where(inside, code.to(tl.uint8, bitcast=True).to(tl.int32), 0)
         position = tl.arange(0, WIDTH)[None, :]
-        word = (byte << (8 * (position % 4))).to(tl.int64)
-        by_row, by_column = tl.sum(word, axis=1), tl.sum(word * (position // 4), axis=1)
+        shifted_byte = (byte << (8 * (position % 4))).to(tl.int64)
+        sum_of_words = tl.sum(shifted_byte, axis=1)
+        sum_of_j_words = tl.sum(shifted_byte * (position // 4), axis=1)
         block_column = tl.program_id(1).to(tl.int64)
-        key = 2 * (first_row + matrix * rows + row + block_column * (WIDTH // 4) * COLUMN_STEP) + 1
-        tl.atomic_add(sums, tl.sum(by_row * key + by_column * (2 * COLUMN_STEP), axis=0), sem="relaxed")
+        first_key = 2 * (first_row + matrix * rows + row + block_column * (WIDTH // 4) * COLUMN_STEP) + 1
+        products = sum_of_words * first_key + sum_of_j_words * (2 * COLUMN_STEP)
+        tl.atomic_add(sums, tl.sum(products, axis=0), sem="relaxed")
         # A scale is one whole word
         scale_row = first_scale_row + matrix * tl.num_programs(0) + tl.program_id(0)
         scale_word = scale.to(tl.int32, bitcast=True).to(tl.int64)
@@ -255,10 +280,12 @@ def _dequantize(
     row, column, inside = tile(rows, columns, HEIGHT, WIDTH)
     place = matrix * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
     block = tl.load(codes + place, mask=inside, other=0.0).to(tl.float32)
-    scale_place = scales + matrix * scale_matrix_stride + tl.program_id(1) * scale_column_stride
+    # Pointer to the scales of this column of blocks
+    column_scales = scales + matrix * scale_matrix_stride + tl.program_id(1) * scale_column_stride
     if SQUARE:
-        block = block * tl.load(scale_place + tl.program_id(0) * HEIGHT // WIDTH * scale_row_stride)
+        block_row = tl.program_id(0) * HEIGHT // WIDTH
+        block = block * tl.load(column_scales + block_row * scale_row_stride)
     else:
-        block = block * tl.load(scale_place + row * scale_row_stride, mask=row < rows, other=0.0)[:, None]
+        block = block * tl.load(column_scales + row * scale_row_stride, mask=row < rows, other=0.0)[:, None]
     place = (matrix * rows + row[:, None]) * columns + column[None, :]  # `values` is new and contiguous
     tl.store(values + place, block.to(values.dtype.element_ty), mask=inside)

@@ -1,8 +1,12 @@
 """Triton kernels over q, k or v of one layer: their magnitudes, and their round trip through an FP8 cache.
 
-torch would launch up to 18 kernels for magnitudes and seven for a round trip, most over the whole tensor. These
-kernels read the tensor once, in the strides in which attention gets it. Results equal those of codec/kv_scales.py and
-codec/e4m3.py on CPU, bit for bit, because neither a maximum nor a count depends on the order of programs.
+    add_magnitudes    calls `_add_magnitudes`: the largest magnitude, and how many elements a cache would clip
+    round_trip        calls `_round_trip`: each element as a cache with a scale returns it
+
+A program of either kernel works on one tile: some tokens of one head of one sequence. torch would launch up to 18
+kernels for magnitudes and seven for a round trip, and most of these would read the whole tensor. The kernels here read
+the tensor once, in the strides in which attention gets it. Results equal those of codec/kv_scales.py and codec/e4m3.py
+on CPU, bit for bit, because neither a maximum nor a count depends on the order of programs.
 
 Shape letters: B sequences, H heads, T tokens, D head size.
 """
@@ -14,7 +18,7 @@ import triton.language as tl
 from trl_fp8.quantization.formats import E4M3_MAX
 
 
-ELEMENTS = 4096  # about as many elements per program, in whole tokens
+ELEMENTS = 4096  # about how many elements a program's tile has: all channels of several tokens
 
 
 def add_magnitudes(
@@ -26,13 +30,17 @@ def add_magnitudes(
     beyond: torch.Tensor | None,
 ) -> None:
     """Update `amax`, `elements` and `beyond` in place, as `codec.kv_scales.add_magnitudes` does, in one launch."""
+    if states.numel() == 0:
+        return
     real_BT = real_BT.expand(states.shape[0], states.shape[2]).view(torch.uint8)
-    if states.numel():
-        grid, tile = _tiles(states)
-        with torch.cuda.device_of(states):
-            sizes, strides = states.shape[1:], (*states.stride(), *real_BT.stride())
-            figures = amax.view(torch.int32), elements, limit, beyond
-            _add_magnitudes[grid](states, real_BT, *figures, *sizes, *strides, limit is not None, *tile)
+    grid, tile = _tiles(states)
+    sizes = states.shape[1:]
+    strides = (*states.stride(), *real_BT.stride())
+    # The kernel takes its arguments by position: pointers, sizes `(H, T, D)`, strides, and constants from `COUNT` on
+    results = amax.view(torch.int32), elements, limit, beyond  # `limit` is only read
+    count_beyond = limit is not None
+    with torch.cuda.device_of(states):
+        _add_magnitudes[grid](states, real_BT, *results, *sizes, *strides, count_beyond, *tile)
 
 
 def round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
@@ -44,13 +52,17 @@ def round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tenso
     if not isinstance(scale, torch.Tensor):
         scale = torch.full((), scale, device=states.device)
     scale = scale.to(states.device, torch.float32).reshape(())
-    result = torch.empty_like(states)  # dense, so any view that works on `states` works on it
-    source, target = (each[(None,) * (4 - each.dim())] for each in (states, result))  # [B, H, T, D], views
-    if states.numel():
-        grid, tile = _tiles(source)
-        with torch.cuda.device_of(states):
-            sizes, strides = source.shape[1:], (*source.stride(), *target.stride())
-            _round_trip[grid](source, target, scale, *sizes, *strides, tl.float8e4nv, E4M3_MAX, *tile)
+    result = torch.empty_like(states)  # without the gaps that `states` may have, so with strides of its own
+    if states.numel() == 0:
+        return result
+    missing_dims = (None,) * (4 - states.dim())
+    source = states[missing_dims]  # a view `[B, H, T, D]`
+    target = result[missing_dims]
+    grid, tile = _tiles(source)
+    sizes = source.shape[1:]
+    strides = (*source.stride(), *target.stride())
+    with torch.cuda.device_of(states):
+        _round_trip[grid](source, target, scale, *sizes, *strides, tl.float8e4nv, E4M3_MAX, *tile)
     return result
 
 
@@ -59,19 +71,24 @@ def _tiles(states: torch.Tensor) -> tuple[tuple[int], tuple[int, int]]:
     batch, heads, tokens, channels = states.shape
     width = triton.next_power_of_2(channels)
     height = max(1, ELEMENTS // width)
-    return (batch * heads * triton.cdiv(tokens, height),), (height, width)
+    programs = batch * heads * triton.cdiv(tokens, height)
+    return (programs,), (height, width)
 
 
 @triton.jit
 def _place_of_tile(heads, tokens, channels, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Return a program's sequence and head, its tokens `[HEIGHT]` (int64) and channels `[WIDTH]`, and which of these
-    tokens and channels exist.
+    """Return a program's sequence and head, its tokens `[HEIGHT]` and channels `[WIDTH]`, and which of these tokens
+    and channels exist. Sequence, head and tokens are int64, because their products with strides may exceed int32.
     """
-    tiles = tl.cdiv(tokens, HEIGHT)
-    rest = tl.program_id(0) // heads
-    token = (rest % tiles).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    # Heads vary fastest: program = (batch * tiles + tile) * heads + head
+    head = (tl.program_id(0) % heads).to(tl.int64)
+    batch_and_tile = tl.program_id(0) // heads
+    tiles = tl.cdiv(tokens, HEIGHT)  # of one head of one sequence
+    batch = (batch_and_tile // tiles).to(tl.int64)
+    tile = (batch_and_tile % tiles).to(tl.int64)
+    token = tile * HEIGHT + tl.arange(0, HEIGHT)
     channel = tl.arange(0, WIDTH)
-    return (rest // tiles).to(tl.int64), tl.program_id(0) % heads, token, channel, token < tokens, channel < channels
+    return batch, head, token, channel, token < tokens, channel < channels
 
 
 # These arguments point into larger tensors, so their alignment differs between calls. Triton would recompile for each
@@ -103,21 +120,22 @@ def _add_magnitudes(
     place = place + token[:, None] * token_stride + channel[None, :] * channel_stride
     values = tl.load(place, mask=is_real[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
 
-    # The maximum of magnitudes as integers. Without the sign bit FP32 numbers have the order of their bits, and NaN is
-    # above all others; a maximum of floats would skip NaN. Atomics on one address wait for each other, so a program
-    # first reads amax. Most programs would not raise it, and skip the atomic
+    # Compare magnitudes as integers. Without the sign bit FP32 numbers have the order of their bits, and the bits of
+    # NaN are above those of all numbers; a maximum of floats would skip NaN
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.max(magnitude, axis=1), axis=0)
+    # Atomics on one address wait for each other, so read amax first: most programs would not raise it, and skip the
+    # atomic
     tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
     real_tokens = tl.sum(is_real.to(tl.int64), axis=0)
-    number = real_tokens * heads * channels
+    number = real_tokens * heads * channels  # of all heads, so only the program of head 0 adds them
     tl.atomic_add(elements, number.to(tl.float64), mask=(head == 0) & (number > 0), sem="relaxed")
     if COUNT:
         saturated = tl.sum(tl.sum((tl.abs(values) > tl.load(limit)).to(tl.int32), axis=1), axis=0)
         tl.atomic_add(beyond, saturated.to(tl.float64), mask=saturated > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize_on_alignment=["scale"])  # as `amax` above
+@triton.jit(do_not_specialize_on_alignment=["scale"])  # for the same reason as `amax` above
 def _round_trip(
     states,
     result,

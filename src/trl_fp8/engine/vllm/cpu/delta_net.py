@@ -1,8 +1,9 @@
 """The gated delta net of a CPU engine, token by token: decode steps give the same bits as a prefill of their tokens.
 
 vLLM's own CPU kernels pack a convolution's weights for the host's instruction set, so a sync could not write them.
-They also scan a prompt in chunks, so a prefill rounds otherwise than decode steps. Here every token is a step of its
-own. The state is read from the cache, updated in FP64, rounded to the cache's dtype and written back:
+The kernels also scan a prompt in chunks, so a prefill rounds otherwise than decode steps. Here `delta_net` makes a
+step of every token. The step reads the state from the cache, updates it in FP64, rounds it to the cache's dtype and
+writes it back:
 
     x       = silu(weighted sum of each channel's last C inputs), rounded to x's dtype
     q, k, v = heads of x; q and k divided by their lengths
@@ -44,20 +45,24 @@ def delta_net(
     """
     requests = metadata.num_decodes + metadata.num_prefills
     bounds = metadata.non_spec_query_start_loc[: requests + 1].long()
+    starts = bounds[:-1]
+    lengths = bounds.diff()
     slots = metadata.non_spec_state_indices_tensor[:requests].long()
     inputs, states = _cached(layer)
     if metadata.num_prefills:
-        fresh = slots[~metadata.has_initial_state[:requests]]
-        inputs[fresh], states[fresh] = 0, 0  # requests that begin with this forward
-    starts, lengths = bounds[:-1], bounds.diff()
+        new_slots = slots[~metadata.has_initial_state[:requests]]  # of requests that begin with this forward
+        inputs[new_slots] = 0
+        states[new_slots] = 0
+    weight = layer.conv1d.weight.squeeze(1).double()
     for token in range(int(lengths.max())):
         has_token = lengths > token
         rows = (starts + token)[has_token]
         slots_R = slots[has_token]
         window = torch.cat([inputs[slots_R], mixed_qkv[rows].unsqueeze(-1)], -1)
-        x = silu((window.double() * layer.conv1d.weight.squeeze(1).double()).sum(-1)).to(mixed_qkv.dtype)
+        x = silu((window.double() * weight).sum(-1)).to(mixed_qkv.dtype)
         inputs[slots_R] = window[..., 1:]
-        state, out[rows] = _step(layer, states[slots_R].double(), x, b[rows].double(), a[rows].double())
+        state, read = _step(layer, states[slots_R].double(), x, b[rows].double(), a[rows].double())
+        out[rows] = read
         states[slots_R] = state.to(states.dtype)
 
 
@@ -66,28 +71,35 @@ def _cached(layer: nn.Module) -> tuple[Tensor, Tensor]:
     `[slots, Z, K, V]`.
     """
     inputs, states = layer.kv_cache[0], layer.kv_cache[1]
-    inputs = inputs if is_conv_state_dim_first() else inputs.transpose(-1, -2)
+    if not is_conv_state_dim_first():
+        inputs = inputs.transpose(-1, -2)
     return inputs, states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
 
 
 def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Return the state after one token of each request, FP64 `[R, Z, K, V]`, and the output `[R, Z, V]`."""
-    keys = layer.key_dim // layer.tp_size  # channels of q, all heads together; k has as many
-    heads = state.shape[1]
-    q, k, v = x.double().split([keys, keys, x.shape[-1] - 2 * keys], -1)
-    q, k = (_unit(part.unflatten(-1, (-1, layer.head_k_dim)), heads) for part in (q, k))
-    v = v.unflatten(-1, (heads, -1))
+    # Divide x into heads of q, k and v
+    key_channels = layer.key_dim // layer.tp_size  # of all heads of q together, and of all heads of k
+    value_channels = x.shape[-1] - 2 * key_channels
+    heads = state.shape[1]  # Z
+    q, k, v = x.double().split([key_channels, key_channels, value_channels], -1)
+    q_RZK = _unit(q.unflatten(-1, (-1, layer.head_k_dim)), heads)
+    k_RZK = _unit(k.unflatten(-1, (-1, layer.head_k_dim)), heads)
+    v_RZV = v.unflatten(-1, (heads, -1))
+
+    # The formulas of the module docstring
     decay = (-layer.A_log.double().exp() * functional.softplus(a + layer.dt_bias.double())).exp()
     state = state * decay[..., None, None]
-    change = (v - (k.unsqueeze(-1) * state).sum(-2)) * b.sigmoid().unsqueeze(-1)
-    state = state + k.unsqueeze(-1) * change.unsqueeze(-2)
-    read = (q.unsqueeze(-1) * state).sum(-2) * layer.head_k_dim**-0.5
+    recalled_RZV = (k_RZK.unsqueeze(-1) * state).sum(-2)  # k state
+    change_RZV = (v_RZV - recalled_RZV) * b.sigmoid().unsqueeze(-1)
+    state = state + k_RZK.unsqueeze(-1) * change_RZV.unsqueeze(-2)
+    read = (q_RZK.unsqueeze(-1) * state).sum(-2) * layer.head_k_dim**-0.5
     return state, read.to(x.dtype)
 
 
 def _unit(heads_RHK: Tensor, heads: int) -> Tensor:
-    """Return q or k with each head divided by its length, and repeated to `heads` heads, the number of heads of v:
-    consecutive heads of v share a head of q and k.
+    """Divide each head of q or k by its length. Repeat each head for the consecutive heads of v that share it, so that
+    the result has `heads` heads, as many as v.
     """
     unit = heads_RHK * (heads_RHK.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
     return unit.repeat_interleave(heads // heads_RHK.shape[1], 1)

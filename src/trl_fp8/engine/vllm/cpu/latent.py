@@ -77,7 +77,7 @@ class ReferenceLatentImpl(CPUMLAImpl):
         if not kv_cache.numel():
             return
         is_token = slot_mapping >= 0
-        # The inputs may have padding after the tokens of `slot_mapping`
+        # `slot_mapping` may be shorter than the inputs, whose further rows are padding, too
         cached_TC = torch.cat([kv_c_normed, k_pe.squeeze(1)], -1)[: len(slot_mapping)][is_token]
         cache = _as_bytes(kv_cache)
         if cache.dtype == torch.uint8:
@@ -93,19 +93,19 @@ class ReferenceLatentImpl(CPUMLAImpl):
         """
         common, layer = attn_metadata.common, self._layer()
 
-        # Transform queries to the space of cached tokens, and pad each request to the most queries of any request
+        # Transform queries to the space of cached tokens. Pad each request to Q, the most queries that a request has
         query_lens = common.query_start_loc.diff()
         is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
         plain_THN, rotated_THP = q.double().split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         absorbed_THL = torch.einsum("thn,hnl->thl", plain_THN, layer.W_UK_T.double())
         q_RQHC = padded(torch.cat([absorbed_THL, rotated_THP], -1), is_query_RQ)
 
-        # All heads read the same cached tokens, passed as keys and, for simplicity, as values, too. Only the latents
-        # are values, so the rotated channels of the result are dropped
+        # All heads read the same cached tokens. A token's key is all its C channels, its value only the first L, the
+        # latent. `attend` gets all C as values, too, and the other P channels of its result are dropped
         cached_R1SC = gather(
             _as_bytes(kv_c_and_k_pe_cache)[:, None], common.block_table_tensor, common.max_seq_len, k_scale
         )
-        visible_RQS = visible(query_lens, common.seq_lens, common.max_seq_len, None)
+        visible_RQS = visible(query_lens, common.seq_lens, common.max_seq_len, window=None)
         mixed_RQHC, _ = attend(q_RQHC, cached_R1SC, cached_R1SC, visible_RQS, self.scale)
         mixed_THL = mixed_RQHC[is_query_RQ][..., : self.kv_lora_rank]
         output_THV = torch.einsum("thl,hlv->thv", mixed_THL, layer.W_UV.double())

@@ -1,10 +1,10 @@
 """Norms, activations and gate weights of a CPU engine: a row's bits do not depend on the batch.
 
-torch adds a row's squares in FP32 in an order that depends on the host. It computes the last elements of a row, which
-do not fill a SIMD register, by another implementation of the function. Neither shows if the operation is FP64 and its
-result is cast to the model's dtype. (The cast to BF16 rounds twice, by way of FP32, but does so everywhere.) vLLM also
-rounds at other places than transformers' BF16 arithmetic does, and e4m3 magnifies every BF16 step of difference. A CPU
-engine here computes:
+torch adds a row's squares in FP32 in an order that depends on the host. For the last elements of a row, which do not
+fill a SIMD register, torch runs another implementation of the same function. Neither changes the bits if the operation
+is FP64 and its result is cast to the model's dtype. (The cast to BF16 rounds twice, to FP32 and then to BF16, but does
+so in every batch.) vLLM also rounds at other places than transformers' BF16 arithmetic does, and e4m3 magnifies every
+BF16 step of difference. `register_cpu_ops` makes a CPU engine compute:
 
     norm                  the normalized value is FP64, rounded as transformers rounds it
     residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
@@ -53,20 +53,29 @@ class ReferenceGeluAndMul(GeluAndMul):
 
 
 class OneGroupRouter(cpu_router.CPURouter):
-    """vLLM's router, which has sigmoids only for groups of experts. Experts without groups (MiniMax-M2) become one."""
+    """vLLM's router, also for experts without groups that have sigmoids (MiniMax-M2) or a bias (ERNIE 4.5).
+
+    vLLM's router computes sigmoids, and adds the bias by which experts are chosen, only for experts in groups. It
+    ignores the bias of other experts. So here experts without groups form one group.
+    """
 
     def __init__(self, **options):
         super().__init__(**options)
-        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
-            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+        is_plain = not self.use_grouped_topk and self.custom_routing_function is None
+        has_biased_softmax = self.scoring_func == "softmax" and self.e_score_correction_bias is not None
+        if is_plain and (self.scoring_func == "sigmoid" or has_biased_softmax):
+            self.use_grouped_topk = True
+            self.num_expert_group = 1
+            self.topk_group = 1
 
 
 def register_cpu_ops() -> None:
     """Register norms and activations with vLLM; replace Cohere's norms and routers' functions. Idempotent."""
     if PROVIDER in ir.ops.rms_norm.impls:
         return
-    for op, implementation in (ir.ops.rms_norm, rms_norm), (ir.ops.fused_add_rms_norm, _add_rms_norm):
-        op.register_impl(PROVIDER, supported=torch.version.cuda is None)(implementation)
+    is_cpu_build = torch.version.cuda is None
+    ir.ops.rms_norm.register_impl(PROVIDER, supported=is_cpu_build)(rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supported=is_cpu_build)(_add_rms_norm)
     for activation in ReferenceSiluAndMul, ReferenceGeluAndMul:
         CustomOp.register_oot(activation, name=activation.__base__.__name__)
     patch(cpu_router, "_softmax_topk", partial(_wide_logits, cpu_router._softmax_topk))
@@ -84,7 +93,8 @@ def silu(x: Tensor) -> Tensor:
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Return GELU of `x`, cast to its dtype."""
-    # torch's formulas have 1 + tanh and 1 + erf, which lose all digits where tanh and erf are near -1
+    # torch computes (1 + tanh(z)) / 2 and (1 + erf(z)) / 2, which lose all digits where tanh and erf are near -1. They
+    # are equal to sigmoid(2 z) and erfc(-z) / 2
     wide = x.double()
     if approximate == "tanh":
         share = torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide.pow(3)))
@@ -96,19 +106,24 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     """Return x `[..., K]` over the root mean square of its first `variance_size` columns (None: all), times `weight`.
 
-    The normalized value is rounded to the dtype of `weight`, its product with `weight` to that of `x`.
+    The normalized value is rounded to the dtype of `weight`, its product with `weight` to the dtype of `x`.
     """
     wide = x.double()
-    normalized = (wide * (wide[..., :variance_size].square().mean(-1, keepdim=True) + epsilon).rsqrt()).float()
+    mean_square = wide[..., :variance_size].square().mean(-1, keepdim=True)
+    normalized = (wide * (mean_square + epsilon).rsqrt()).float()
     if weight is not None:
         normalized = normalized.to(weight.dtype) * weight
     return normalized.to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Return x `[..., K]` minus its mean, over its standard deviation, times `weight`. Rounded to FP32 before that."""
+    """Return x `[..., K]` minus its mean, over its standard deviation, times `weight`.
+
+    The normalized value is rounded to FP32, its product with `weight` to the dtype of `x`.
+    """
     wide = x.double()
-    return rms_norm(wide - wide.mean(-1, keepdim=True), weight.float(), epsilon).to(x.dtype)
+    centered = wide - wide.mean(-1, keepdim=True)
+    return rms_norm(centered, weight.float(), epsilon).to(x.dtype)
 
 
 def _wide_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -117,8 +132,8 @@ def _wide_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs)
 
 
 class _RouterLogits:
-    """Stand-in for the logits in vLLM's grouped top-k, which calls `logits.float().sigmoid()`. Skips the rounding of
-    `float`, and computes the sigmoid in FP64.
+    """Stand-in for the logits in vLLM's grouped top-k, which calls `logits.float().sigmoid()`. `float` rounds nothing,
+    and `sigmoid` computes in FP64.
     """
 
     def __init__(self, logits: Tensor):
@@ -140,5 +155,5 @@ def _wide_sigmoid(grouped_topk: Callable, gating_output: Tensor, **kwargs) -> tu
 def _add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    x_residual = x + x_residual  # rounded to the dtype of x
-    return rms_norm(x_residual, weight, epsilon, variance_size), x_residual
+    total = x + x_residual  # rounded to the dtype of x
+    return rms_norm(total, weight, epsilon, variance_size), total

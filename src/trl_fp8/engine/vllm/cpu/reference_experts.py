@@ -2,10 +2,13 @@
 
 vLLM's CPU kernels pack the weights of experts after a load, so a sync could neither write them nor read them back. The
 reference computes what vLLM's `TritonExperts` compute on CUDA. Its sums are FP64, so a token's bits do not depend on
-other tokens (reference_linear.py):
+other tokens (reference_linear.py). `ReferenceUnquantizedExperts.apply` computes for each pair of token and expert:
 
-    pairs of token and expert, sorted by expert -> gate_up, rounded to BF16 -> activation, in BF16 -> down, in FP32
-    -> times the router's weight, rounded to BF16 -> sum over a token's experts, rounded once
+    gate_up    the product with w1, rounded to BF16
+    down       activation(gate_up), rounded to BF16, times w2; the product is FP32
+    weighted   down times the router's weight, rounded to BF16
+
+The output is the sum of `weighted` over a token's experts, rounded once.
 
 Shape letters: T tokens, K experts per token, P = T * K pairs, E experts, I intermediate size, H hidden size.
 """
@@ -27,13 +30,16 @@ from .reference_linear import linear
 
 
 def swigluoai(gate_up: Tensor) -> Tensor:
-    """Return (up + 1) * gate * sigmoid(1.702 gate) of clamped gate and up. Their elements alternate in `gate_up`."""
+    """Return (up + 1) * gate * sigmoid(1.702 gate) of clamped gate and up. In `gate_up` their elements alternate."""
     gate, up = gate_up.double().unflatten(-1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    up = up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return ((up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)).to(gate_up.dtype)
 
 
-SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of GPT-OSS; they are constants in vLLM's kernel, too
+# Values of GPT-OSS, which are constants in vLLM's kernel, too
+SWIGLU_LIMIT = 7.0
+SWIGLU_ALPHA = 1.702
 ACTIVATIONS = {
     MoEActivation.SILU: partial(gated, silu),
     MoEActivation.GELU: partial(gated, gelu),
@@ -59,14 +65,22 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
         """
         if apply_router_weight_on_input:
             raise NotImplementedError("the CPU engine's reference weighs what comes out of experts, not what goes in.")
-        dtype, experts_per_token = output.dtype, topk_ids.shape[1]
-        experts_P, order_P = topk_ids.flatten().long().sort(stable=True)
-        tokens_E = torch.bincount(experts_P, minlength=len(w1)).tolist()
-        gate_up = _grouped(hidden_states[order_P // experts_per_token], w1, self.w1_bias, tokens_E, dtype)
-        down = _grouped(ACTIVATIONS[activation](gate_up), w2, self.w2_bias, tokens_E, torch.float32)
-        weighted = (down * topk_weights.flatten()[order_P, None]).to(dtype).double()
-        pairs = torch.empty_like(weighted).index_copy_(0, order_P, weighted)
-        output.copy_(pairs.view(*topk_ids.shape, -1).sum(1))
+        dtype = output.dtype
+        experts_per_token = topk_ids.shape[1]
+
+        # 1. Sort the pairs by expert. The pairs 0 .. K - 1 belong to token 0, and so on
+        experts_P, pairs_P = topk_ids.flatten().long().sort(stable=True)
+        counts_E = torch.bincount(experts_P, minlength=len(w1)).tolist()
+        x_PH = hidden_states[pairs_P // experts_per_token]
+
+        # 2. Compute each pair's output, and weigh it
+        gate_up = _grouped(x_PH, w1, self.w1_bias, counts_E, dtype)
+        down = _grouped(ACTIVATIONS[activation](gate_up), w2, self.w2_bias, counts_E, torch.float32)
+        weighted = (down * topk_weights.flatten()[pairs_P, None]).to(dtype).double()
+
+        # 3. Undo the sort, and sum over each token's experts
+        in_order = torch.empty_like(weighted).index_copy_(0, pairs_P, weighted)
+        output.copy_(in_order.view(*topk_ids.shape, -1).sum(1))
 
 
 def register_cpu_experts() -> None:
@@ -76,20 +90,22 @@ def register_cpu_experts() -> None:
         return
 
     def with_reference(backend: unquantized.UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
-        return [*([ReferenceUnquantizedExperts] if backend is cpu else []), *classes(backend)]
+        classes = original(backend)
+        if backend is cpu:
+            return [ReferenceUnquantizedExperts, *classes]
+        return classes
 
-    classes = patch(unquantized, "backend_to_kernel_cls", with_reference)
+    original = patch(unquantized, "backend_to_kernel_cls", with_reference)
 
 
-def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, tokens_E: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, counts_E: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return each row of x `[P, in]` times the weight `[out, in]` of its expert, plus bias: `[P, out]`.
 
-    Rows are sorted by expert: the first `tokens_E[0]` rows belong to expert 0, and so on.
+    Rows are sorted by expert: the first `counts_E[0]` rows belong to expert 0, and so on.
     """
-    return torch.cat(
-        [
-            linear(rows, weight[expert], None if bias is None else bias[expert], dtype)
-            for expert, rows in enumerate(x.split(tokens_E))
-            if len(rows)
-        ]
-    )
+    outputs = []
+    for expert, rows in enumerate(x.split(counts_E)):
+        if len(rows):
+            expert_bias = None if bias is None else bias[expert]
+            outputs.append(linear(rows, weight[expert], expert_bias, dtype))
+    return torch.cat(outputs)

@@ -1,7 +1,8 @@
 """Shared memory through which ranks of a CPU engine exchange tensors.
 
-vLLM names each rank's segment by the engine's ranks alone if a launcher started them (its init method is "env://").
-It cannot start while there is a segment of this name: "create shm in SHMManager failed. errno: 17".
+If a launcher has started the ranks (the init method is "env://"), vLLM builds the name of a rank's segment only from
+the numbers of the engine's ranks. An engine cannot start while there is a segment of this name: "create shm in
+SHMManager failed. errno: 17".
 """
 
 from contextlib import suppress
@@ -12,19 +13,21 @@ FOLDER = Path("/dev/shm")  # noqa: S108, where Linux shows POSIX shared memory
 
 
 def remove_abandoned_memory(rank: int, ranks: int) -> None:
-    """Remove this rank's segment if a run has left it that was killed.
+    """Remove this rank's segment if a killed run has left it.
 
     Args:
         rank: Number of this process in the launch.
-        ranks: Number of an engine's ranks, consecutive in the launch.
+        ranks: How many ranks an engine has. Their numbers in the launch are consecutive.
 
     Raises:
-        ValueError: The segment belongs to a run that goes on.
+        ValueError: The segment belongs to a run that is still running.
     """
     first = rank - rank % ranks
-    ending = f"-[{'-'.join(map(str, range(first, first + ranks)))}]-cpushm_{rank - first}"
+    engine_ranks = "-".join(str(each) for each in range(first, first + ranks))
+    ending = f"-[{engine_ranks}]-cpushm_{rank - first}"
     for path in FOLDER.iterdir():
-        if not (path.name.startswith("-") and path.name.endswith(ending)) or _is_mapped(path, "self"):
+        has_name = path.name.startswith("-") and path.name.endswith(ending)
+        if not has_name or _is_mapped(path, "self"):  # "self": this process has made the segment for an earlier engine
             continue
         if any(_is_mapped(path, process.name) for process in Path("/proc").glob("[0-9]*")):
             raise ValueError(

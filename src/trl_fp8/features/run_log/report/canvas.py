@@ -53,7 +53,7 @@ def inline_svg(figure: Figure, name: str) -> str:
         artist.set_gid(f"{name}-{number}")
     width, height = figure.get_size_inches()
     written = StringIO()
-    # The salt makes ids of clip paths and markers differ between the pictures of a page: they are hashes of shapes
+    # Ids of clip paths and markers are hashes of shapes. The salt makes them differ between the pictures of a page
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(
             written,
@@ -67,9 +67,7 @@ def inline_svg(figure: Figure, name: str) -> str:
 
 
 def tidy(axes: Axes, title: str, x: str, y: str = "", legend: str | None = None) -> Figure:
-    """Add title, labels, a light grid and a legend at the place `legend`, if set. Remove the frame above and right.
-    Return the figure.
-    """
+    """Add title, labels, grid and, at the place `legend`, a legend. Remove half of the frame. Return the figure."""
     axes.set_title(title, fontsize=11, loc="left")
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)

@@ -39,7 +39,9 @@ def _mismatch(run: Run) -> Iterator[Check]:
     key = mismatch_key(run)
     if key is not None:
         first, last = ends(run.logs, key)
-        grows = first is not None and len(_logged(run, key)) >= 2 * LAST and last.mean > 2 * first.mean
+        grows = False
+        if first is not None and len(_logged(run, key)) >= 2 * LAST:
+            grows = last.mean > 2 * first.mean
         answer = "For the same token their log-probs differ by "
         if first:
             answer += f"{first.mean:.3g} nats on average in {first.steps}, and by "
@@ -63,8 +65,10 @@ def _healthy(run: Run) -> Iterator[Check]:
             warnings |= registration.warnings(means, run.facts)
         steps = min(LAST, max(map(len, logged.values())))
         over = f"Over the last {steps} logged steps" if steps > 1 else "In the one logged step"
-        fine = f"{over} all its metrics are within the thresholds of the warnings."
-        yield Check(not warnings, "Is the mismatch small enough to correct?", " ".join(warnings.values()) or fine)
+        answer = f"{over} all its metrics are within the thresholds of the warnings."
+        if warnings:
+            answer = " ".join(warnings.values())
+        yield Check(not warnings, "Is the mismatch small enough to correct?", answer)
 
 
 def _saturated(run: Run) -> Iterator[Check]:
@@ -89,9 +93,11 @@ def _dead(run: Run) -> Iterator[Check]:
 
 
 def _sync_share(run: Run) -> Iterator[Check]:
-    steps, syncs = _logged(run, "step_time"), _logged(run, "fp8/sync_seconds")
-    if steps and syncs:
-        step, sync = median(steps), median(syncs)
+    step_times = _logged(run, "step_time")
+    sync_times = _logged(run, "fp8/sync_seconds")
+    if step_times and sync_times:
+        step = median(step_times)
+        sync = median(sync_times)
         calibration = _logged(run, "fp8/calibration_seconds")
         answer = f"Sending the weights (the sync) takes {duration(sync)}, {sync / step:.1%} of a step"
         if calibration:
@@ -103,4 +109,5 @@ def _sync_share(run: Run) -> Iterator[Check]:
 
 
 def _logged(run: Run, key: str) -> list[float]:
-    return series(run.logs, key)[1]
+    _, values = series(run.logs, key)
+    return values

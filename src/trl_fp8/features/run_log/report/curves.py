@@ -25,8 +25,9 @@ class Panel:
 
 def panel_figure(runs: Sequence[Run], panel: Panel) -> Figure | None:
     """Draw a metric with one line per run. Return None if no run has logged it."""
-    found = {run.name: series(run.logs, panel.key, panel.factor) for run in runs}
-    return lines_figure({name: points for name, points in found.items() if points[0]}, panel, list(found))
+    curves = {run.name: series(run.logs, panel.key, panel.factor) for run in runs}
+    measured = {name: (steps, values) for name, (steps, values) in curves.items() if steps}
+    return lines_figure(measured, panel, names=list(curves))
 
 
 def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure | None:
@@ -38,26 +39,31 @@ def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure |
     if not curves:
         return None
     axes = new_axes()
-    if len(names) == 1:  # so there is one curve, too
-        return draw_panel(axes, panel, *curves[names[0]])
-    window = max(5, max(len(steps) for steps, _ in curves.values()) // 10)
+    if len(names) == 1:  # so there is only one curve
+        steps, values = curves[names[0]]
+        return draw_panel(axes, panel, steps, values)
+    longest = max(len(steps) for steps, _ in curves.values())
+    window = max(5, longest // 10)
+    all_values = []
     for name, (steps, values) in curves.items():
         index = names.index(name)
-        color, style = SERIES[index % len(SERIES)], STYLES[index // len(SERIES) % len(STYLES)]
+        color = SERIES[index % len(SERIES)]
+        style = STYLES[index // len(SERIES) % len(STYLES)]
         axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
         label = name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
         smooth = moving(values, window, median if panel.steady else fmean)
         axes.plot(steps, smooth, color=color, linestyle=style, linewidth=1.8, label=label)
-    return _finish(axes, panel, [value for _, values in curves.values() for value in values])
+        all_values += values
+    return _finish(axes, panel, all_values)
 
 
 def draw_panel(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> Figure:
     """Draw one curve with its median if the metric is steady, else with its moving mean."""
-    middle = median(values)
     window = max(5, len(values) // 10)
     marker = "." if len(values) <= 100 else None
     axes.plot(steps, values, color=RAW, linewidth=1, marker=marker, markersize=4, label="logged")
     if panel.steady:
+        middle = median(values)
         axes.axhline(middle, color=TREND, linewidth=1.5, label=f"median {middle:.3g}")
     elif len(values) > window:
         axes.plot(steps, moving(values, window), color=TREND, linewidth=2, label=f"moving mean of {window}")
@@ -77,5 +83,5 @@ def _finish(axes: Axes, panel: Panel, values: Sequence[float]) -> Figure:
 
 
 def moving(values: Sequence[float], window: int, middle: Callable[[Sequence[float]], float] = fmean) -> list[float]:
-    """Return for each value the mean, or another `middle`, of it and of up to `window - 1` values before it."""
+    """Return for each value the mean, or another `middle`, of this value and up to `window - 1` values before it."""
     return [middle(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]

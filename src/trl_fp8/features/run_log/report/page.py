@@ -35,7 +35,8 @@ def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
     folder = Path(folder)
     run_values = []
     for number, run in enumerate(runs):
-        run_values.append(_run_values(run, number, folder / run.name if len(runs) > 1 else folder))
+        run_folder = folder / run.name if len(runs) > 1 else folder
+        run_values.append(_run_values(run, number, run_folder))
     values = {
         "title": ", ".join(names),
         "training": _drawn(training_pictures(runs), folder, "training"),

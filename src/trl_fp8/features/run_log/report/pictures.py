@@ -92,6 +92,7 @@ def training_pictures(runs: Sequence[Run]) -> list[Picture]:
         key = mismatch_key(run)
         if key is not None:
             curves[run.name] = series(run.logs, key)
+    # `names` also has runs without a curve, so that a run has the same colour in all pictures
     mismatch = lines_figure(curves, MISMATCH, names=[run.name for run in runs])
     return [
         _picture(runs, REWARD),
@@ -128,6 +129,7 @@ def run_pictures(run: Run) -> dict[str, list[Picture]]:
     ]
     times = {name: series(run.logs, key, factor=1000.0) for name, key in SYNC_PARTS.items()}
     measured = {name: (steps, values) for name, (steps, values) in times.items() if steps}
+    # `names` also has parts without times, so that a part has the same colour in all reports
     sync = Picture(SYNC.title, SYNC.meaning, lines_figure(measured, SYNC, names=list(SYNC_PARTS)))
     return {"Engine and trainer": mismatch, "KV cache": cache, "Sync of the weights": [sync]}
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -71,7 +72,7 @@ def results(run: Run) -> list[Result]:
 def compared(runs: Sequence[Run]) -> Iterator[list[Result | None]]:
     """Yield a row for each label: the result of each run, None where it was not measured."""
     results_by_label = [{result.label: result for result in results(run)} for run in runs]
-    labels = dict.fromkeys(label for run_results in results_by_label for label in run_results)
+    labels = dict.fromkeys(chain.from_iterable(results_by_label))  # each label once, in order
     for label in labels:
         yield [run_results.get(label) for run_results in results_by_label]
 
@@ -79,9 +80,13 @@ def compared(runs: Sequence[Run]) -> Iterator[list[Result | None]]:
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return the settings that differ between runs: name -> the value in each run, `default` for an absent flag."""
     settings = [_settings(run) for run in runs]
-    names = dict.fromkeys(name for run_settings in settings for name in run_settings if name not in PLACES)
-    rows = {name: [str(run_settings.get(name, "default")) for run_settings in settings] for name in names}
-    return {name: values for name, values in rows.items() if len(set(values)) > 1}
+    names = dict.fromkeys(chain.from_iterable(settings))  # each name once, in order
+    rows = {}
+    for name in names:
+        values = [str(run_settings.get(name, "default")) for run_settings in settings]
+        if name not in PLACES and len(set(values)) > 1:
+            rows[name] = values
+    return rows
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -99,7 +104,11 @@ def _settings(run: Run) -> dict[str, Any]:
 
 def mismatch_key(run: Run) -> str | None:
     """Return the name under which the mismatch was logged; None if it was not measured."""
-    return next((key for key in MISMATCH if series(run.logs, key)[0]), None)
+    for key in MISMATCH:
+        steps, _ = series(run.logs, key)
+        if steps:
+            return key
+    return None
 
 
 def model_name(facts: Mapping[str, Any]) -> str:
@@ -114,18 +123,21 @@ def summary(run: Run) -> str:
     done = max(row["step"] for row in run.logs)
     planned = facts["flags"].get("max_steps", 0)
     state = "finished" if any("train_runtime" in row for row in run.logs) else "not finished when this was written"
-    steps = f"{done:,} of {planned:,} steps" if planned > done else f"{done:,} {'step' if done == 1 else 'steps'}"
+    steps = f"{done:,} step{'' if done == 1 else 's'}"
+    if planned > done:
+        steps = f"{done:,} of {planned:,} steps"
     weights = f"FP8 weights ({facts['weight_format']})" if facts.get("weight_format") else "weights in high precision"
     cache = "in high precision" if facts["kv_cache_dtype"] == "auto" else "in FP8"
-    sampled = f"vLLM sampled the completions with {weights} and a KV cache {cache}" if facts["plan"] else ""
-    correction = f"The mismatch of engine and trainer was corrected in the loss: {correction_name(facts)}"
-    parts = (
-        f"{facts.get('method', 'GRPO')} on {model_name(facts)}, {steps}, {state}",
-        sampled or "Nothing was FP8: completions were sampled in high precision",
-        correction if facts.get("correction") else "",
-        f"It ran as {facts['processes']} process{'es' if facts['processes'] > 1 else ''} on {facts['hardware']}",
-    )
-    return " ".join(f"{part}." for part in parts if part)
+    sentences = [f"{facts.get('method', 'GRPO')} on {model_name(facts)}, {steps}, {state}."]
+    if facts["plan"]:
+        sentences.append(f"vLLM sampled the completions with {weights} and a KV cache {cache}.")
+    else:
+        sentences.append("Nothing was FP8: completions were sampled in high precision.")
+    if facts.get("correction"):
+        sentences.append(f"The mismatch of engine and trainer was corrected in the loss: {correction_name(facts)}.")
+    processes = f"{facts['processes']} process{'es' if facts['processes'] > 1 else ''}"
+    sentences.append(f"It ran as {processes} on {facts['hardware']}.")
+    return " ".join(sentences)
 
 
 def correction_name(facts: Mapping[str, Any]) -> str:
@@ -176,4 +188,5 @@ def _sizes(sizes: tuple[int, int] | None, each: str = "") -> str:
     if not sizes:
         return ""
     in_bf16, in_engine = map(format_bytes, sizes)
-    return f"{in_engine}{each}; {in_bf16} in BF16" if in_bf16 != in_engine else f"{in_engine}{each}"
+    text = f"{in_engine}{each}"
+    return text if in_bf16 == in_engine else f"{text}; {in_bf16} in BF16"

@@ -21,11 +21,12 @@ def ratio_figure(run: Run) -> Figure | None:
         return None
     recorded = [row["log_ratio_counts"] for row in rows]
     limit = rows[0]["log_ratio_limit"]
+    last_quarter = recorded[-max(1, len(recorded) // 4) :]
     counts = [sum(column) for column in zip(*recorded, strict=True)]
-    late = [sum(column) for column in zip(*recorded[-max(1, len(recorded) // 4) :], strict=True)]
+    late = [sum(column) for column in zip(*last_quarter, strict=True)]
+    # The first and the last bin count all log-ratios beyond the limit. The bins between them divide [-limit, limit]
+    # evenly, so bin 1 begins at -limit. Each bin is drawn at its centre
     width = 2 * limit / (len(counts) - 2)
-    # The first and the last bin count all log-ratios beyond the limit. The others divide [-limit, limit] evenly. Each
-    # bin is drawn at its centre
     ratios = [exp(-limit + (index - 0.5) * width) for index in range(len(counts))]
     axes = new_axes()
     axes.step(ratios, counts, where="mid", color=TREND, linewidth=1, label=f"all {sum(counts):,}")
@@ -36,8 +37,10 @@ def ratio_figure(run: Run) -> Figure | None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
     correction = run.facts.get("correction") or {}
-    for bound in filter(None, (correction.get(name) for name in ("bound_min", "bound_max"))):
-        axes.axvline(bound, color=MARK, linestyle="--", linewidth=1.2, label=f"bound {bound:g}")
+    for name in ("bound_min", "bound_max"):
+        bound = correction.get(name)
+        if bound:  # 0 and None are no bounds
+            axes.axvline(bound, color=MARK, linestyle="--", linewidth=1.2, label=f"bound {bound:g}")
     ticks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
@@ -96,9 +99,11 @@ def position_figure(run: Run) -> Figure | None:
 
 def scales_figure(run: Run) -> Figure | None:
     """Draw log2 of the scales of q, k and v, blank in layers that have none. None if the KV cache was not FP8."""
-    return _heatmaps(
-        run, "kv_scales", "qkv", "Scales of the KV cache", "log2 of the scale", lambda scale: log2(scale or nan)
-    )
+
+    def exponent(scale: float) -> float:
+        return log2(scale) if scale else nan  # 0: a layer without k and v
+
+    return _heatmaps(run, "kv_scales", "qkv", "Scales of the KV cache", "log2 of the scale", exponent)
 
 
 def saturation_figure(run: Run) -> Figure | None:
@@ -110,12 +115,12 @@ def saturation_figure(run: Run) -> Figure | None:
 
 
 def _heatmaps(
-    run: Run, key: str, letters: str, title: str, label: str, shown: Callable[[float], float]
+    run: Run, key: str, letters: str, title: str, label: str, transform: Callable[[float], float]
 ) -> Figure | None:
     """Draw a map for each letter of `letters`: layers upwards, steps to the right, with one colour bar for all.
 
-    Rows of `run.rollouts` have values `[layer][letter]` under `key`; the maps show `shown(value)`. Return None if no
-    row has `key`.
+    Rows of `run.rollouts` have values `[layer][letter]` under `key`. The maps show `transform(value)`. Return None if
+    no row has `key`.
     """
     by_step = {row["step"]: row for row in run.rollouts if key in row}  # the last generation of a step counts
     if not by_step:
@@ -124,7 +129,7 @@ def _heatmaps(
     layers = len(rows[0][key])
     maps = []  # for each letter the values [layer][step]
     for column in range(len(letters)):
-        maps.append([[shown(row[key][layer][column]) for row in rows] for layer in range(layers)])
+        maps.append([[transform(row[key][layer][column]) for row in rows] for layer in range(layers)])
     drawn = [value for one_map in maps for layer_values in one_map for value in layer_values if not isnan(value)]
     figure = new_figure(4.4, 0.8 + len(letters) * min(1.6, 0.7 + 0.03 * layers))
     all_axes = figure.subplots(len(letters), 1, sharex=True, squeeze=False)[:, 0]
