@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from random import SystemRandom
 
 
 # An engine leaves its ranks in the environment, and listens on its port. Without bytecode every process would compile
@@ -82,9 +83,15 @@ def forget_compile_threads() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a free port. Other processes get none of these numbers from the system, whose own begin at 32768."""
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)  # no seed, which tests of other processes may have set, too
+        with socket.socket() as candidate:
+            try:
+                candidate.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def settle_heap() -> None:
