@@ -8,7 +8,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from testing import engines
 from trl_fp8.engine.vllm.cpu.latent import LatentMetadata, ReferenceLatentImpl
-from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, keys_and_values
+from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, keys_and_values, visible
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.upstream.vllm import engine_model
@@ -182,3 +182,8 @@ def test_latents_are_read_as_the_keys_and_values_that_they_expand_to(dtype, monk
         expected = torch.einsum("hqs,shv->qhv", weights, values)
         # rounded once to BF16: 8 bits
         assert ((found[rows].double() - expected).abs() <= 2**-8 * expected.abs()).all()
+
+
+def test_without_causality_each_query_sees_all_tokens_of_its_sequence():
+    seen_RQS = visible(torch.tensor([2, 1]), torch.tensor([3, 2]), 3, window=None, causal=False)
+    assert seen_RQS.tolist() == [[[True, True, True]] * 2, [[True, True, False]] * 2]

@@ -51,6 +51,8 @@ def test_a_branch_that_does_not_exist_is_created(hub, export):
     folder = export("fp8")
     push_export(folder, "user/policy-FP8", token="t", revision="v2")
     assert hub.branches == ["v2"] and hub.repos["user/policy-FP8"] == contents(folder)
+    push_export(folder, "user/policy-FP8", token="t", revision="refs/pr/5")
+    assert hub.branches == ["v2"], "a pull request is no branch"
 
 
 def test_an_interrupted_push_is_completed_by_repeating_it(hub, export):

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from trl_fp8.run import averaged
 from trl_fp8.run.averaged import FILE, AveragedModel, has_average
 
 
@@ -47,6 +48,14 @@ def test_averaged_adapters_are_left_to_trl(tmp_path):
 def test_a_run_without_an_average_does_not_look_for_one(args):
     assert not has_average(SimpleNamespace(**args))
     assert has_average(SimpleNamespace(**args | {"sync_ref_model": True}))
+
+
+def test_a_file_that_another_rank_does_not_see_is_refused_on_all(tmp_path, monkeypatch):
+    """Otherwise ranks would go on with different averages."""
+    feature_of(nn.Linear(3, 2), EMA).save(tmp_path)
+    monkeypatch.setattr(averaged, "gather_object", lambda findings: [*findings, (False, False)])
+    with pytest.raises(ValueError, match="some ranks do not see their file"):
+        feature_of(nn.Linear(3, 2), EMA).load(tmp_path)
 
 
 def test_weights_of_another_model_are_refused_and_a_file_that_is_missing_is_named(tmp_path, caplog):

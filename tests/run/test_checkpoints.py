@@ -11,7 +11,7 @@ from trl_fp8.run.checkpoints import (
     checkpoint_to_resume,
     checkpoints,
     forget_rollouts,
-    has_optimizer,
+    has_training_state,
     marker,
     require_ranks,
     sampling_of,
@@ -120,6 +120,6 @@ def test_machines_that_do_not_share_checkpoints_are_refused(run, monkeypatch):
 
 
 def test_a_checkpoint_of_weights_alone_is_told_from_a_whole_one(run):
-    assert not has_optimizer(run / "checkpoint-9")
+    assert not has_training_state(run / "checkpoint-9")
     (run / "checkpoint-9" / "rng_state_0.pth").touch()
-    assert has_optimizer(run / "checkpoint-9")
+    assert has_training_state(run / "checkpoint-9")

@@ -68,6 +68,7 @@ def test_adapters_alone_are_in_a_checkpoint_of_a_model_with_adapters():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[0].requires_grad_(False)
     assert checkpoint_bytes(model) == (2 * 4 * 64, 4 * 64)
+    assert checkpoint_bytes(model, has_average=True) == (4 * 4 * 64, 4 * 64)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["1"]))
     assert checkpoint_bytes(adapted) == (2 * 4 * 16, 2 * 4 * 16)
 

@@ -194,6 +194,7 @@ def started(tmp_path, model, train=None, **flags):
     ("flags", "text"),
     [
         ({"vllm_engine_kwargs": {"enforce_eger": True}}, r"sets enforce_eger \(did you mean enforce_eager\?\)"),
+        ({"vllm_engine_kwargs": {"max_model_len": 96}}, r"sets \['max_model_len'\], .* flags .*vllm_max_model_length"),
         ({"resume_from_checkpoint": "checkpoint-3"}, "resume_from_checkpoint='checkpoint-3': there is no such folder"),
     ],
 )

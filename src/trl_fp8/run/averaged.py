@@ -47,11 +47,11 @@ class AveragedModel(Feature):
             torch.save(parts, Path(folder, FILE.format(0)))
 
     def load(self, folder: str) -> None:
-        """Read the weights. Warn if the checkpoint has none for some rank: then no rank reads any. Collective.
+        """Read the weights. Warn if the checkpoint has none, as one of TRL or of an earlier version. Collective.
 
         Raises:
-            ValueError: The checkpoint has weights of another model, or divided among another number of ranks. All
-                ranks raise.
+            ValueError: The checkpoint has weights of another model or for some ranks alone, or divided among another
+                number of ranks. All ranks raise.
         """
         model = self._model()
         if model is None:
@@ -67,12 +67,14 @@ class AveragedModel(Feature):
         saved_shapes = {name: part.shape for name, part in saved.items()}
         # Whether a rank has a file, and whether the file is of another model
         findings = gather_object([(path.exists(), path.exists() and saved_shapes != shapes)])
-        if any(is_other for _, is_other in findings):
+        found = [exists for exists, _ in findings]
+        if any(is_other for _, is_other in findings) or any(found) != all(found):
             raise ValueError(
                 f"resume_from_checkpoint={str(folder)!r}: {path.name} has the weights of another model, or of another "
-                "number of processes. Take those of the run that saved it."
+                "number of processes, or some ranks do not see their file. Take model and number of processes of the "
+                "run that saved it, and a folder that all machines share."
             )
-        if not all(exists for exists, _ in findings):
+        if not any(found):
             logger.warning(
                 f"resume_from_checkpoint={str(folder)!r} has no {path.name}: the model that is an average of the "
                 "policies (sync_ref_model=True or teacher_model_kind='ema') begins anew, as training did."

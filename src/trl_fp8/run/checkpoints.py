@@ -115,7 +115,7 @@ def require_slices(checkpoint: str | Path, slices: int, steps_per_generation: in
         )
 
 
-def has_optimizer(checkpoint: str | Path) -> bool:
+def has_training_state(checkpoint: str | Path) -> bool:
     """Return whether a checkpoint has more than weights. With `save_only_model` transformers writes no state of the
     optimizer, of the learning rate or of random numbers, and resumes without a warning.
     """

@@ -36,7 +36,7 @@ from .checkpoints import (
     checkpoint_to_resume,
     checkpoints,
     forget_rollouts,
-    has_optimizer,
+    has_training_state,
     load_rollouts,
     marker,
     require_same_checkpoint,
@@ -214,7 +214,7 @@ class Saving:
                 self.accelerator.print(f"no checkpoint in {folder} yet: starting from the beginning")
         if checkpoint:
             self.accelerator.print(f"resuming from {Path(checkpoint).name}")
-            if not has_optimizer(checkpoint):
+            if not has_training_state(checkpoint):
                 logger.warning(
                     f"resume_from_checkpoint={checkpoint!r} has weights alone (save_only_model=True): the optimizer "
                     "and the learning rate schedule begin anew."
